@@ -1,0 +1,202 @@
+"""The small base model: a Qwen3-MoE of half a million parameters in Hugging Face layout, warm-started to be worth an RL run.
+
+At random weights no reward is ever seen, and at full skill nothing is left to learn: `warm_start` takes supervised
+steps on the task until the model solves it in 35-50 % of its samples. The result ships in data/checkpoints/tiny-moe and
+`rar base` makes it again, bit for bit on the same build of torch. Any local Hugging Face MoE works in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rar_lib.config import TaskConfig
+from rar_lib.errors import ConfigError
+from rar_lib.seeding import derive_seed
+from rar_lib.tasks import Task
+
+DATA_DIR = Path(__file__).resolve().parent.parent / "data"
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<bos>")
+CHARACTERS = (*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n")
+
+TINY_MOE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # vLLM's CPU attention refuses 16
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 128,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "router_aux_loss_coef": 0.01,
+    "attention_bias": False,
+}
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Run with a seeded global generator and leave the caller's as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def resolve_checkpoint(name: str) -> Path:
+    """The folder of a checkpoint given by path or by the name of a shipped one.
+
+    Raises:
+        ConfigError: if no folder with a `config.json` is found; names both places.
+    """
+    places = [Path(name), DATA_DIR / "checkpoints" / name]
+    for place in places:
+        if (place / "config.json").is_file():
+            return place.resolve()
+    raise ConfigError(f"model.path {name!r}: expected a Hugging Face folder with config.json at {' or '.join(map(str, places))}")
+
+
+def digest_checkpoint(path: Path) -> str:
+    """SHA-256 over config, tokenizer and weights of a checkpoint folder, by name and content."""
+    sha = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".json", ".safetensors") and file.is_file():
+            sha.update(file.name.encode())
+            with file.open("rb") as stream:
+                sha.update(hashlib.file_digest(stream, "sha256").digest())
+    return sha.hexdigest()
+
+
+def build_tokenizer() -> Any:
+    """A character tokenizer as a Transformers fast tokenizer: 96 characters and four special tokens."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", bos_token="<bos>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a checkpoint folder.
+
+    Raises:
+        ConfigError: if there is none, or it lacks an end token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {path}: no tokenizer could be loaded: {error}") from None
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.path {path}: the tokenizer has no end token, which a response needs")
+    return tokenizer
+
+
+def load_model_config(path: Path) -> Any:
+    """The Transformers config of a checkpoint folder."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path)
+
+
+def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A Transformers causal language model in evaluation mode, on the CPU, with eager attention and per-expert loops.
+
+    Eager kernels, because two runs and two processes then compute the same numbers.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
+    return model.eval()
+
+
+def build_model(tokenizer: Any, seed: int) -> Any:
+    """A random tiny Qwen3-MoE in fp32 for a tokenizer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **TINY_MOE,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+    config._attn_implementation = "eager"
+    config._experts_implementation = "grouped_mm"  # faster for one-off training; runs load with eager loops
+    with seeded(seed):
+        return Qwen3MoeForCausalLM(config)
+
+
+def warm_start(model: Any, tokenizer: Any, task: Task, *, steps: int, batch_size: int, lr: float, log: Any = None) -> float:
+    """Supervised steps on the answers (loss on response tokens, with the model's load-balancing loss).
+
+    Args:
+        model: a Transformers MoE; trained in place.
+        tokenizer: its tokenizer.
+        task: where problems come from (train split, from index 2**29 on, which no RL run reaches early).
+        steps, batch_size, lr: AdamW; the rate falls linearly to a tenth.
+        log: called with (step, loss) now and then.
+
+    Returns:
+        The last loss in nats a token.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    model.train()
+    loss = torch.zeros(())
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * (1 - 0.9 * step / steps)
+        problems = [task.problem(2**29 + step * batch_size + i) for i in range(batch_size)]
+        prompts = [tokenizer(p.prompt)["input_ids"] for p in problems]
+        answers = [[*tokenizer(p.answer)["input_ids"], tokenizer.eos_token_id] for p in problems]
+        longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+        tokens = torch.full((batch_size, longest), tokenizer.pad_token_id)
+        labels = torch.full((batch_size, longest), -100)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            tokens[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+            labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+        mask = (tokens != tokenizer.pad_token_id).long()
+        loss = model(input_ids=tokens, attention_mask=mask, labels=labels, output_router_logits=True).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if log is not None and (step % 50 == 0 or step == steps - 1):
+            log(step, float(loss))
+    model.eval()
+    return float(loss.detach())
+
+
+def save_checkpoint(model: Any, tokenizer: Any, path: Path) -> None:
+    """Write config, weights (Hugging Face names, one tensor an expert) and tokenizer."""
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def make_base(path: Path, *, steps: int = 300, batch_size: int = 128, lr: float = 2e-3, seed: int = 0, log: Any = None) -> None:
+    """Build, warm-start and save the base checkpoint; `base.json` beside it says how it was made."""
+    tokenizer, task = build_tokenizer(), Task(TaskConfig())
+    model = build_model(tokenizer, seed)
+    with seeded(derive_seed(seed, "warm-start")):
+        loss = warm_start(model, tokenizer, task, steps=steps, batch_size=batch_size, lr=lr, log=log)
+    save_checkpoint(model, tokenizer, path)
+    facts = {"steps": steps, "batch_size": batch_size, "lr": lr, "seed": seed, "loss": loss, "torch": torch.__version__,
+             "task": task.config.model_dump(mode="json")}
+    (path / "base.json").write_text(json.dumps(facts, indent=2) + "\n")

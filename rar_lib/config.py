@@ -1,0 +1,326 @@
+"""JobConfig: the one description of a run.
+
+A config comes from YAML, JSON, `--set a.b=value` or the flat scalars of a notebook's parameters cell, and ends as the
+same frozen object; unknown fields and values out of range are refused by name. verl's spellings of the replay switch
+are accepted as they are (`router_replay: {enabled, mode}` and the two launch keys), so that a recipe carries over.
+
+What a run computes is decided by this object alone: its resolved form is hashed into the run's id. Where things are
+written (`runs_dir`) and how progress is shown are arguments of `run_job`, not part of the experiment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from rar_lib.errors import ConfigError
+
+DType = Literal["float32", "bfloat16"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(_Part):
+    """Which checkpoint to start from."""
+
+    path: str = Field("tiny-moe", description="folder of a Hugging Face MoE, or the name of a shipped checkpoint")
+
+
+class TaskConfig(_Part):
+    """What to solve. A prompt is reproducible from its index alone."""
+
+    name: str = Field("chain_sum", description="a reasoning-gym task with an `expression`, or 'file' for one's own prompts")
+    options: dict[str, Any] = Field(
+        default_factory=lambda: {"min_terms": 2, "max_terms": 2, "min_digits": 3, "max_digits": 3},
+        description="parameters of the reasoning-gym task",
+    )
+    reverse_digits: bool = Field(True, description="answers are written least significant digit first")
+    prompts_file: str | None = Field(None, description="JSON lines with `prompt` and `answer`, for name 'file'")
+    reward: str = Field("exact_match", description="'exact_match' or 'path/to/file.py:function' (answer, entry) -> float")
+
+    @model_validator(mode="after")
+    def _file_needs_a_path(self) -> TaskConfig:
+        if (self.name == "file") != (self.prompts_file is not None):
+            raise ValueError("task 'file' and prompts_file go together: give both or neither")
+        return self
+
+
+class SamplingConfig(_Part):
+    """How tokens are drawn."""
+
+    temperature: float = Field(1.0, gt=0, description="divides the logits; log-probs are of what was sampled from")
+    max_new_tokens: int = Field(6, gt=0, description="response tokens at most, the end token included")
+
+
+class RolloutConfig(_Part):
+    """The engine that samples."""
+
+    engine: Literal["vllm", "hf", "auto"] = "vllm"
+    dtype: DType = Field("bfloat16", description="arithmetic of the engine")
+    precision: Literal["native", "fp8_weights"] = Field(
+        "fp8_weights", description="fp8_weights: linear weights are rounded to e4m3 with a scale per output row before they are pushed"
+    )
+    router_noise: float = Field(0.0, ge=0, description="standard deviation of noise on the router logits (hf only)")
+    zero_mismatch: bool = Field(False, description="re-score the sample with the trainer's own forward (hf only)")
+    sampling: SamplingConfig = SamplingConfig()
+
+    @model_validator(mode="after")
+    def _knobs_of_hf(self) -> RolloutConfig:
+        if self.engine == "vllm" and (self.router_noise or self.zero_mismatch):
+            raise ValueError("router_noise and zero_mismatch are knobs of the hf rollout; engine is 'vllm'")
+        if self.zero_mismatch and (self.dtype, self.precision, self.router_noise) != ("float32", "native", 0.0):
+            raise ValueError("zero_mismatch means the trainer's arithmetic: dtype float32, precision native, router_noise 0")
+        return self
+
+
+class TrainerConfig(_Part):
+    """The engine that learns."""
+
+    engine: Literal["megatron", "hf", "auto"] = "megatron"
+    dtype: DType = "float32"
+    micro_batch_size: int = Field(64, gt=0, description="sequences a forward")
+    tensor_parallel: int = Field(1, ge=1)
+    pipeline_parallel: int = Field(1, ge=1)
+    expert_parallel: int = Field(1, ge=1)
+    expert_tensor_parallel: int = Field(1, ge=1)
+    recompute: bool = Field(False, description="recompute activations in the backward pass")
+
+
+class AlgorithmConfig(_Part):
+    """GRPO and its batch."""
+
+    prompts_per_step: int = Field(64, gt=0)
+    group_size: int = Field(8, ge=2, description="samples a prompt")
+    updates_per_batch: int = Field(4, ge=1, description="optimizer steps a rollout batch, each on its own share of the prompts")
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    lr: float = Field(1e-4, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _shares(self) -> AlgorithmConfig:
+        if self.prompts_per_step % self.updates_per_batch:
+            raise ValueError(
+                f"prompts_per_step {self.prompts_per_step} must be a multiple of updates_per_batch "
+                f"{self.updates_per_batch}, so that every update sees whole groups and equal shares"
+            )
+        return self
+
+
+class RouterReplayConfig(_Part):
+    """verl's switch, and beside it which routes are forced."""
+
+    enabled: bool = True
+    mode: Literal["disabled", "R2", "R3"] = Field("R3", description="where the record comes from: R2 the old-log-prob pass, R3 the rollout")
+    policy: str = Field("full", description="which recorded routes are forced")
+
+    @field_validator("mode", "policy", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError(
+                f"found the boolean {value}: YAML reads a bare off, no, on or yes as one; write it in quotes, "
+                "or switch replay off with enabled: false"
+            )
+        return value
+
+    @property
+    def arm(self) -> str:
+        """Key of the mode registry: 'none', 'R2' or 'R3'."""
+        return "none" if not self.enabled or self.mode == "disabled" else self.mode
+
+
+class EvaluationConfig(_Part):
+    """Held-out prompts, always without replay."""
+
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before the first and after the last step")
+    prompts: int = Field(128, ge=0, description="held-out prompts, one sample each; 0: no evaluation")
+
+
+class DiagnosticsConfig(_Part):
+    """What is measured beside the run."""
+
+    noise_floor_every: int = Field(10, ge=1, description="steps between two measurements of the engines' own noise")
+    save_traces_every: int = Field(0, ge=0, description="steps between two stored route traces; 0: the first and last step")
+
+
+class JobConfig(_Part):
+    """One run."""
+
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
+    steps: int = Field(20, gt=0)
+    seed: int = Field(0, ge=0, lt=2**31)
+    checkpoint_every: int = Field(10, ge=0, description="steps between two checkpoints; 0: none")
+
+    # ---------------------------------------------------------------- building
+
+    @classmethod
+    def build(cls, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> JobConfig:
+        """Validate nested values, verl's spellings included, after applying `a.b=value` overrides.
+
+        Raises:
+            ConfigError: one line a fault: the field, what is allowed, what was found.
+        """
+        tree = json.loads(json.dumps(dict(values)))
+        for item in overrides:
+            key, sign, text = item.partition("=")
+            if not sign or not key.strip():
+                raise ConfigError(f"--set {item!r}: expected a.b=value")
+            _put(tree, key.strip(), yaml.safe_load(text))
+        _adopt_verl_keys(tree)
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @classmethod
+    def from_file(cls, path: str | Path, overrides: Iterable[str] = ()) -> JobConfig:
+        """Read YAML or JSON (by suffix)."""
+        path = Path(path)
+        try:
+            text = path.read_text()
+        except OSError as error:
+            raise ConfigError(f"config file {path}: {error.strerror}") from None
+        try:
+            values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        except (ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"config file {path}: {error}") from None
+        if values is not None and not isinstance(values, dict):
+            raise ConfigError(f"config file {path}: expected a mapping, found {type(values).__name__}")
+        return cls.build(values or {}, overrides)
+
+    @classmethod
+    def from_flat(cls, **parameters: Any) -> JobConfig:
+        """From the flat scalars of a notebook: each name is one of FLAT_NAMES.
+
+        `policy` is an arm: 'none', 'R2' or 'R3'. `engine` sets both engines: 'auto', 'hf', or 'real' (vLLM and
+        Megatron-Core).
+        """
+        tree: dict[str, Any] = {}
+        for name, value in parameters.items():
+            if name not in FLAT_NAMES:
+                raise ConfigError(f"parameter {name!r}: expected one of {', '.join(sorted(FLAT_NAMES))}")
+            for key, part in FLAT_NAMES[name](value).items():
+                _put(tree, key, part)
+        return cls.build(tree)
+
+    def resolved(self) -> dict[str, Any]:
+        """Every value, defaults included, as plain JSON types."""
+        return self.model_dump(mode="json")
+
+
+def _arm(value: Any) -> dict[str, Any]:
+    if value not in ("none", "R2", "R3"):
+        hint = " (a bare off or no reached Python as a boolean: quote it)" if isinstance(value, bool) else ""
+        raise ConfigError(f"parameter 'policy': expected 'none', 'R2' or 'R3', found {value!r}{hint}")
+    return {"router_replay.enabled": value != "none", "router_replay.mode": "disabled" if value == "none" else value}
+
+
+def _engine(value: Any) -> dict[str, Any]:
+    pairs = {"auto": ("auto", "auto"), "hf": ("hf", "hf"), "real": ("vllm", "megatron")}
+    if value not in pairs:
+        raise ConfigError(f"parameter 'engine': expected one of {', '.join(pairs)}, found {value!r}")
+    return {"rollout.engine": pairs[value][0], "trainer.engine": pairs[value][1]}
+
+
+def _to(key: str) -> Any:
+    return lambda value: {key: value}
+
+
+FLAT_NAMES: dict[str, Any] = {
+    "policy": _arm,
+    "engine": _engine,
+    "model": _to("model.path"),
+    "task": _to("task.name"),
+    "precision": _to("rollout.precision"),
+    "rollout_dtype": _to("rollout.dtype"),
+    "router_noise": _to("rollout.router_noise"),
+    "temperature": _to("rollout.sampling.temperature"),
+    "max_new_tokens": _to("rollout.sampling.max_new_tokens"),
+    "trainer_dtype": _to("trainer.dtype"),
+    "micro_batch_size": _to("trainer.micro_batch_size"),
+    "prompts_per_step": _to("algorithm.prompts_per_step"),
+    "group_size": _to("algorithm.group_size"),
+    "updates_per_batch": _to("algorithm.updates_per_batch"),
+    "clip_low": _to("algorithm.clip_low"),
+    "clip_high": _to("algorithm.clip_high"),
+    "lr": _to("algorithm.lr"),
+    "eval_prompts": _to("evaluation.prompts"),
+    "steps": _to("steps"),
+    "seed": _to("seed"),
+    "checkpoint_every": _to("checkpoint_every"),
+}
+
+VERL_KEYS = (
+    "actor_rollout_ref.actor.router_replay.mode",
+    "actor_rollout_ref.actor.megatron.router_replay.mode",
+)
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for name in parents:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{dotted}: {name} is a value, not a group of settings")
+    tree[last] = value
+
+
+def _pop_dotted(tree: dict[str, Any], dotted: str) -> Any:
+    """Remove and return a value given as one dotted key or as nested groups; None if absent."""
+    if dotted in tree:
+        return tree.pop(dotted)
+    head, _, rest = dotted.partition(".")
+    inner = tree.get(head)
+    if not rest:
+        return tree.pop(head, None)
+    if not isinstance(inner, dict):
+        return None
+    value = _pop_dotted(inner, rest)
+    if not inner:
+        del tree[head]
+    return value
+
+
+def _adopt_verl_keys(tree: dict[str, Any]) -> None:
+    found = {key: value for key in VERL_KEYS if (value := _pop_dotted(tree, key)) is not None}
+    own = tree.get("router_replay") or {}
+    for key, mode in found.items():
+        if own.get("mode", mode) != mode or len(set(found.values())) > 1:
+            raise ConfigError(f"{key}={mode} contradicts another setting of the replay mode: {found | {'router_replay': own}}")
+        tree["router_replay"] = {**own, "mode": mode, "enabled": own.get("enabled", mode != "disabled")}
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for fault in error.errors(include_url=False):
+        name = ".".join(str(part) for part in fault["loc"]) or "config"
+        if fault["type"] == "extra_forbidden":
+            lines.append(f"{name}: no such field; allowed here: {', '.join(_fields_at(fault['loc'][:-1]))}")
+        else:
+            message = fault["msg"].removeprefix("Value error, ")
+            found = fault["input"] if not isinstance(fault["input"], dict) else "the group"
+            lines.append(f"{name}: {message}; found {found!r}")
+    return "\n".join(lines)
+
+
+def _fields_at(path: tuple[int | str, ...]) -> list[str]:
+    model: Any = JobConfig
+    for name in path:
+        model = model.model_fields[str(name)].annotation
+    return list(model.model_fields)

@@ -1,0 +1,196 @@
+"""The two interfaces of a run: a Rollout that samples, a Trainer that scores and learns.
+
+What passes between them is plain: token ids, log-probs, routes and named weights in Hugging Face names. A log-prob at
+position t is log π(token_t | tokens before t), so it sits at the token it speaks of; the route at position t is the one
+that token t took as an input, so the last token of a sequence has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rar_lib.config import SamplingConfig
+from rar_lib.traces.trace import RouteTrace
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Right-padded sequences of prompt and response.
+
+    Attributes:
+        tokens: `[S, T]` int64, `pad_id` after the end of each sequence.
+        lengths: `[S]` int64, prompt and response.
+        prompt_lengths: `[S]` int64.
+        uids: one name a sequence.
+        groups: `[S]` int64, index of the prompt that a sequence answers.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    prompt_lengths: torch.Tensor
+    uids: tuple[str, ...]
+    groups: torch.Tensor
+
+    @classmethod
+    def pack(
+        cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], uids: Sequence[str],
+        groups: Sequence[int], pad_id: int,
+    ) -> TokenBatch:
+        """Join each prompt with its response."""
+        rows = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
+        tokens = torch.full((len(rows), max(map(len, rows))), pad_id, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = torch.tensor(row)
+        return cls(tokens, torch.tensor([len(r) for r in rows]), torch.tensor([len(p) for p in prompts]),
+                   tuple(uids), torch.tensor(list(groups)))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def response_mask(self) -> torch.Tensor:
+        """`[S, T]` bool, true on response tokens."""
+        position = torch.arange(self.tokens.shape[1])[None, :]
+        return (position >= self.prompt_lengths[:, None]) & (position < self.lengths[:, None])
+
+    @property
+    def token_mask(self) -> torch.Tensor:
+        """`[S, T]` bool, true on prompt and response tokens."""
+        return torch.arange(self.tokens.shape[1])[None, :] < self.lengths[:, None]
+
+    def select(self, rows: torch.Tensor) -> TokenBatch:
+        """Some of the sequences, still padded to T."""
+        return TokenBatch(self.tokens[rows], self.lengths[rows], self.prompt_lengths[rows],
+                          tuple(self.uids[i] for i in rows.tolist()), self.groups[rows])
+
+    def packed_token_ids(self) -> np.ndarray:
+        """`[N]` int64, the tokens of all sequences one after another."""
+        return self.tokens[self.token_mask].numpy()
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Routes to force in a pass: the record, and which of it is planned (`[N, L]` bool)."""
+
+    trace: RouteTrace
+    planned: np.ndarray
+
+    def select(self, sequences: torch.Tensor) -> Replay:
+        """The replay of some of the sequences."""
+        offsets = self.trace.offsets
+        rows = [np.arange(offsets[i], offsets[i + 1]) for i in sequences.tolist()]
+        return Replay(self.trace.select(sequences.tolist()), self.planned[np.concatenate(rows)])
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """What a rollout engine returns for N prompts.
+
+    Attributes:
+        responses: token ids of each response, end token included if it was drawn.
+        logprobs: log-prob of each response token under the distribution that it was drawn from, in nats.
+        trace: routes of prompt and response, source `rollout`; carries token ids and log-probs.
+        weight_version: version of the weights that sampled.
+        seconds: wall time of the generation.
+    """
+
+    responses: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    trace: RouteTrace
+    weight_version: int
+    seconds: float
+
+
+class Rollout(Protocol):
+    """An engine that samples."""
+
+    name: str
+    weight_version: int
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, uids: Sequence[str], seed: int
+    ) -> RolloutResult:
+        """Sample one response a prompt. The same weights, prompts, uids and seed give the same tokens."""
+
+    def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
+        """Log-probs `[S, T]` float32 of given tokens under the engine's present weights (0 outside the responses)."""
+
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
+        """Replace the weights. `weights` holds Hugging Face names, one tensor an expert."""
+
+
+@dataclass(frozen=True)
+class LogprobResult:
+    """A scoring pass of a trainer.
+
+    Attributes:
+        logprobs: `[S, T]` float32 in nats, 0 outside the response.
+        trace: the executed routes, if capture was asked for.
+        forced_cells, changed_cells: (token, layer) cells that were given a recorded route, and those where it
+            differed from the live choice.
+    """
+
+    logprobs: torch.Tensor
+    trace: RouteTrace | None
+    forced_cells: int = 0
+    changed_cells: int = 0
+
+
+# (logprobs [n, T], rows [n] of the batch) -> (loss of each token [n, T], statistics summed over tokens)
+Objective = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """An optimizer step.
+
+    Attributes:
+        loss: token mean.
+        grad_norm: global L2 norm before clipping.
+        logprobs: `[S, T]` float32, the log-probs of the forward that gave the gradient (`new`, before the step).
+        statistics: sums over tokens that the objective reported.
+        forced_cells, changed_cells: as in LogprobResult.
+    """
+
+    loss: float
+    grad_norm: float
+    logprobs: torch.Tensor
+    statistics: dict[str, float]
+    forced_cells: int = 0
+    changed_cells: int = 0
+
+
+class Trainer(Protocol):
+    """An engine that scores and learns."""
+
+    name: str
+
+    def logprobs(
+        self, batch: TokenBatch, *, temperature: float, replay: Replay | None = None, capture: bool = False,
+        micro_batch_size: int | None = None,
+    ) -> LogprobResult:
+        """Score the responses at the present weights, without gradient; `capture` returns the executed routes."""
+
+    def update(self, batch: TokenBatch, objective: Objective, *, temperature: float, replay: Replay | None = None) -> UpdateResult:
+        """One optimizer step on the token mean of the objective over the batch."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Present weights in Hugging Face names, one tensor an expert, detached."""
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state so that `load` continues exactly."""
+
+    def load(self, folder: Path) -> None:
+        """Continue from a folder written by `save`."""
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Anything that must hold while the trainer computes (device maps, thread counts); re-entrant."""

@@ -1,0 +1,39 @@
+"""From the routes of micro-batches to one trace of the batch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+from rar_lib.engines.base import TokenBatch
+from rar_lib.replay.contexts import Recording
+from rar_lib.traces.trace import RouteTrace, Status
+
+
+class RouteCollector:
+    """Puts what a Recording saw of each micro-batch into its rows."""
+
+    def __init__(self, record: Recording) -> None:
+        self.record = record
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def take(self, rows: torch.Tensor) -> None:
+        """The forwards since the last take held these rows of the batch."""
+        self._parts.append((rows, self.record.take(len(rows)).cpu()))
+
+    def trace(self, batch: TokenBatch, source: Literal["old", "new"], producer: str, model_id: str) -> RouteTrace:
+        """The trace of the whole batch; the last token of a sequence is `LAST`, since nothing is predicted from it."""
+        first = self._parts[0][1]
+        ids = torch.full((len(batch), batch.tokens.shape[1], *first.shape[2:]), -1)
+        for rows, part in self._parts:
+            ids[rows] = part[:, : ids.shape[1]]
+        inside = batch.token_mask
+        position = torch.arange(ids.shape[1])[None, :]
+        status = torch.where(position == batch.lengths[:, None] - 1, Status.LAST.value, Status.RECORDED.value)
+        header = self.record.header.model_copy(update={"source": source, "producer": producer, "model_id": model_id})
+        return RouteTrace.from_packed(
+            header, ids[inside].numpy(), batch.lengths.numpy(), status[inside].numpy().astype(np.uint8),
+            token_ids=batch.packed_token_ids(),
+        )

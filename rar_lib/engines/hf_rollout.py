@@ -1,0 +1,192 @@
+"""The embedded rollout: batched sampling from a Transformers MoE with a KV cache, and knobs for the mismatch.
+
+Prompts of one length form one batch, so nothing is padded. A token is drawn by inverse CDF from a uniform number keyed
+by (seed, uid, position): the same prompt gets the same numbers in any batch, order or process. The knobs are the dtype,
+fp8-rounded weights, noise on the router logits, and the zero-mismatch setting, in which the sample is scored again by
+the trainer's own forward, so that rollout and trainer agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rar_lib.checkpoint import load_model, seeded
+from rar_lib.config import RolloutConfig, SamplingConfig
+from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch, Trainer
+from rar_lib.engines.hf_trainer import load_hf_weights
+from rar_lib.engines.logits import response_logprobs
+from rar_lib.engines.precision import at_precision
+from rar_lib.replay.contexts import recording
+from rar_lib.replay.points import find_points
+from rar_lib.seeding import derive_seed
+from rar_lib.traces.trace import RouteTrace, Status
+
+
+class HFRollout:
+    """See `Rollout` in base.py.
+
+    Args:
+        path: checkpoint folder.
+        config: dtype, precision, router noise, zero_mismatch.
+        eos_id: token that ends a response.
+        pad_id: token of the padding.
+        trainer: whose forward re-scores the sample under `zero_mismatch`.
+    """
+
+    name = "hf"
+
+    def __init__(self, path: Path, config: RolloutConfig, eos_id: int, pad_id: int, trainer: Trainer | None = None) -> None:
+        self.config, self.eos_id, self.pad_id, self.trainer, self.model_id = config, eos_id, pad_id, trainer, path.name
+        self.model: Any = load_model(path, dtype=getattr(torch, config.dtype))
+        self.weight_version = -1
+
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
+        """See `Rollout.load_weights`."""
+        with torch.no_grad():
+            load_hf_weights(self.model, at_precision(weights, self.config.precision))
+        self.weight_version = version
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, uids: Sequence[str], seed: int
+    ) -> RolloutResult:
+        """See `Rollout.generate`."""
+        started = time.perf_counter()
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for i, prompt in enumerate(prompts):
+            by_length[len(prompt)].append(i)
+        responses: list[tuple[int, ...]] = [()] * len(prompts)
+        scores: list[tuple[float, ...]] = [()] * len(prompts)
+        routes: list[np.ndarray] = [np.zeros(0)] * len(prompts)
+        with torch.no_grad(), self._noise(seed), recording(self.model) as record:
+            for chosen in by_length.values():
+                tokens, logp, ids = self._sample(
+                    torch.tensor([list(prompts[i]) for i in chosen]), sampling, [uids[i] for i in chosen], seed, record
+                )
+                for row, i in enumerate(chosen):
+                    drawn = tokens[row].tolist()
+                    length = drawn.index(self.eos_id) + 1 if self.eos_id in drawn else len(drawn)
+                    responses[i], scores[i] = tuple(drawn[:length]), tuple(logp[row, :length].tolist())
+                    routes[i] = ids[row, : len(prompts[i]) + length - 1].numpy()
+            header = record.header
+        trace = pack_rollout(
+            header.model_copy(update={"source": "rollout", "producer": self.name, "model_id": self.model_id,
+                                      "sampling": sampling.model_dump()}),
+            prompts, responses, scores, routes, self.weight_version,
+        )
+        result = RolloutResult(tuple(responses), tuple(scores), trace, self.weight_version, time.perf_counter() - started)
+        return self._rescored(result, prompts, sampling, uids) if self.config.zero_mismatch else result
+
+    def _sample(
+        self, prompts: torch.Tensor, sampling: SamplingConfig, uids: Sequence[str], seed: int, record: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens and log-probs `[n, max_new]`, routes `[n, P + max_new - 1, L, K]` for prompts of one length."""
+        uniform = np.stack(
+            [np.random.default_rng(derive_seed(seed, uid)).random(sampling.max_new_tokens) for uid in uids]
+        )
+        draws = torch.from_numpy(uniform)
+        cache, step = None, prompts
+        tokens, logps = [], []
+        done = torch.zeros(len(prompts), dtype=torch.bool)
+        for position in range(sampling.max_new_tokens):
+            out = self.model(input_ids=step, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logp = torch.log_softmax(out.logits[:, -1].float() / sampling.temperature, -1)
+            cdf = logp.double().exp().cumsum(-1)
+            drawn = torch.searchsorted(cdf, draws[:, position, None] * cdf[:, -1:], right=True)
+            drawn = drawn.clamp_max(logp.shape[-1] - 1)  # u * total may round up to the total itself
+            tokens.append(drawn[:, 0])
+            logps.append(logp.gather(-1, drawn)[:, 0])
+            done |= drawn[:, 0] == self.eos_id
+            step = drawn
+            if done.all():
+                break
+        return torch.stack(tokens, 1), torch.stack(logps, 1), record.take(len(prompts)).cpu()
+
+    @contextlib.contextmanager
+    def _noise(self, seed: int) -> Iterator[None]:
+        """Gaussian noise on every router's input-independent logits, redrawn each call, from a generator of its own."""
+        if self.config.router_noise == 0:
+            yield
+            return
+        with seeded(derive_seed(seed, "router-noise")), contextlib.ExitStack() as stack:
+            for module in router_modules(self.model):
+                stack.enter_context(noisy_linear(module, self.config.router_noise))
+            yield
+
+    def _rescored(
+        self, result: RolloutResult, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, uids: Sequence[str]
+    ) -> RolloutResult:
+        """The same tokens with log-probs and routes of the trainer's forward, as if it had sampled them."""
+        assert self.trainer is not None
+        batch = TokenBatch.pack(prompts, result.responses, uids, range(len(prompts)), self.pad_id)
+        again = self.trainer.logprobs(batch, temperature=sampling.temperature, capture=True)
+        assert again.trace is not None
+        mask = batch.response_mask
+        scores = tuple(tuple(again.logprobs[i][mask[i]].tolist()) for i in range(len(batch)))
+        header = again.trace.header.model_copy(update={"source": "rollout", "sampling": sampling.model_dump()})
+        trace = RouteTrace(header, again.trace.experts, again.trace.offsets, again.trace.status,
+                           token_ids=again.trace.token_ids, policy_version=result.trace.policy_version)
+        return RolloutResult(result.responses, scores, trace, result.weight_version, result.seconds)
+
+    def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
+        """See `Rollout.rescore`: one forward over whole sequences, where decoding went token by token."""
+        with torch.no_grad():
+            logits = self.model(input_ids=batch.tokens, use_cache=False).logits
+        return response_logprobs(logits.float(), batch.tokens, batch.response_mask, sampling.temperature)
+
+
+def pack_rollout(
+    header: Any, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]],
+    routes: Sequence[np.ndarray], version: int,
+) -> RouteTrace:
+    """A rollout trace from `[P + R - 1, L, K]` routes a sequence: the last token of each has none."""
+    lengths = np.array([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)])
+    blank = np.full((1, header.num_layers, header.top_k), -1, dtype=np.int64)
+    experts = np.concatenate([part for rows in routes for part in (rows.astype(np.int64), blank)])
+    last = np.cumsum(lengths) - 1
+    status = np.full(int(lengths.sum()), Status.RECORDED, dtype=np.uint8)
+    status[last] = Status.LAST
+    tokens = np.concatenate([np.array([*p, *r]) for p, r in zip(prompts, responses, strict=True)]).astype(np.int64)
+    logp = np.concatenate(
+        [np.concatenate([np.full(len(p), np.nan), r]) for p, r in zip(prompts, logprobs, strict=True)]
+    ).astype(np.float32)
+    return RouteTrace.from_packed(
+        header, experts, lengths, status, token_ids=tokens, logprobs=logp,
+        policy_version=np.full(len(tokens), version, dtype=np.int64),
+    )
+
+
+def router_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The router modules of a Transformers model."""
+    return list(getattr(find_points(model), "routers", []))
+
+
+@contextlib.contextmanager
+def noisy_linear(module: torch.nn.Module, scale: float) -> Iterator[None]:
+    """Add Gaussian noise of this standard deviation to what `F.linear` returns inside a module's forward."""
+    from torch.overrides import TorchFunctionMode
+
+    class Noise(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            return out + scale * torch.randn_like(out) if func is torch.nn.functional.linear else out
+
+    inner = module.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with Noise():
+            return inner(*args, **kwargs)
+
+    module.forward = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.forward

@@ -1,0 +1,169 @@
+"""The embedded trainer: a Transformers MoE with replay at the selection, any family, one process.
+
+Gradients of micro-batches add up to the gradient of the token mean over the whole batch, so the split changes nothing
+but float summation. Replay covers the forward and, with recomputed activations, the second forward in the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from rar_lib.checkpoint import load_model
+from rar_lib.config import AlgorithmConfig, TrainerConfig
+from rar_lib.engines.base import LogprobResult, NamedTensors, Objective, Replay, TokenBatch, UpdateResult
+from rar_lib.engines.capture import RouteCollector
+from rar_lib.engines.logits import response_logprobs
+from rar_lib.errors import EngineError
+from rar_lib.replay.contexts import recording, replaying
+
+
+class HFTrainer:
+    """See `Trainer` in base.py.
+
+    Args:
+        path: checkpoint folder.
+        config: dtype (bfloat16 means autocast over fp32 weights), micro-batch size, recompute.
+        algorithm: learning rate, weight decay, gradient clipping.
+    """
+
+    name = "hf"
+
+    def __init__(self, path: Path, config: TrainerConfig, algorithm: AlgorithmConfig) -> None:
+        sizes = (config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, config.expert_tensor_parallel)
+        if sizes != (1, 1, 1, 1):
+            raise EngineError(f"trainer.engine hf runs in one process; found parallel sizes (TP, PP, EP, ETP) {sizes}")
+        self.config, self.algorithm, self.model_id = config, algorithm, path.name
+        self.model: Any = load_model(path)
+        if config.recompute:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.train()  # Transformers recomputes in training mode only; the supported models have no dropout
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=algorithm.lr, weight_decay=algorithm.weight_decay)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Nothing to hold."""
+        yield
+
+    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        # Sequences are right-padded and attention is causal: padding cannot reach a token, so no mask is needed.
+        low = self.config.dtype == "bfloat16"
+        with torch.autocast("cpu", torch.bfloat16) if low else contextlib.nullcontext():
+            return self.model(input_ids=tokens, use_cache=False).logits
+
+    def logprobs(
+        self, batch: TokenBatch, *, temperature: float, replay: Replay | None = None, capture: bool = False,
+        micro_batch_size: int | None = None,
+    ) -> LogprobResult:
+        """See `Trainer.logprobs`."""
+        out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
+        mask = batch.response_mask
+        with torch.no_grad(), _routes(self.model, replay, capture) as (forced, collector):
+            for rows in torch.arange(len(batch)).split(micro_batch_size or self.config.micro_batch_size):
+                if forced is not None:
+                    forced.focus(rows)
+                logits = self._logits(batch.tokens[rows])
+                out[rows] = response_logprobs(logits, batch.tokens[rows], mask[rows], temperature).float()
+                if collector is not None:
+                    collector.take(rows)
+        trace = collector.trace(batch, "old", self.name, self.model_id) if collector is not None else None
+        return LogprobResult(out, trace, *_counts(forced))
+
+    def update(self, batch: TokenBatch, objective: Objective, *, temperature: float, replay: Replay | None = None) -> UpdateResult:
+        """See `Trainer.update`."""
+        mask = batch.response_mask
+        tokens = int(mask.sum())
+        out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
+        loss, statistics = 0.0, {}
+        self.optimizer.zero_grad()
+        with _routes(self.model, replay, capture=False) as (forced, _):
+            for rows in torch.arange(len(batch)).split(self.config.micro_batch_size):
+                if forced is not None:
+                    forced.focus(rows)
+                logp = response_logprobs(self._logits(batch.tokens[rows]), batch.tokens[rows], mask[rows], temperature)
+                terms, sums = objective(logp, rows)
+                part = terms[mask[rows]].sum() / tokens
+                part.backward()
+                loss += float(part.detach())
+                out[rows] = logp.detach().float()
+                statistics = {name: statistics.get(name, 0.0) + value for name, value in sums.items()}
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.algorithm.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise EngineError(f"gradient norm is {float(norm)} at a loss of {loss}: the update was not taken")
+        self.optimizer.step()
+        return UpdateResult(loss, float(norm), out, statistics, *_counts(forced))
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Trainer.weights`."""
+        yield from hf_names(self.model)
+
+    def save(self, folder: Path) -> None:
+        """Weights and AdamW moments as safetensors; names are those of the model's parameters."""
+        tensors = {f"model.{n}": p.detach().contiguous() for n, p in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{key}.{name}"] = torch.as_tensor(value).contiguous()
+        save_file(tensors, folder / "trainer.safetensors", metadata={"engine": self.name})
+
+    def load(self, folder: Path) -> None:
+        """See `Trainer.load`."""
+        tensors = load_file(folder / "trainer.safetensors")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(tensors[f"model.{name}"])
+                moments = {
+                    key.split(".", 2)[1]: value.clone() for key, value in tensors.items()
+                    if key.startswith("optimizer.") and key.split(".", 2)[2] == name
+                }
+                if moments:
+                    self.optimizer.state[parameter] = moments
+
+
+def hf_names(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights of a Transformers model under the names of its checkpoint format, one tensor an expert."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    yield from revert_weight_conversion(model, state).items()
+
+
+def load_hf_weights(model: Any, weights: NamedTensors) -> None:
+    """Put checkpoint-named weights into a Transformers model, in place and in the model's dtype.
+
+    Raises:
+        EngineError: if a weight of the model is missing, or one is not the model's.
+    """
+    given = dict(weights)
+    for name, parameter in model.state_dict().items():
+        if name in given:
+            parameter.copy_(given.pop(name))
+            continue
+        prefix, _, fused = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(fused)
+        if parts is None or not prefix.endswith("experts"):
+            raise EngineError(f"weight {name}: expected among the given weights, not found")
+        for expert in range(len(parameter)):
+            names = [f"{prefix}.{expert}.{part}.weight" for part in parts]
+            if any(n not in given for n in names):
+                raise EngineError(f"weight {name}: expected {names}, not all are among the given weights")
+            parameter[expert].copy_(torch.cat([given.pop(n) for n in names]))
+    if given:
+        raise EngineError(f"weights that the model does not have: {sorted(given)[:5]}")
+
+
+@contextlib.contextmanager
+def _routes(model: Any, replay: Replay | None, capture: bool) -> Iterator[tuple[Any, RouteCollector | None]]:
+    """Open replaying, and inside it recording, as asked for."""
+    with contextlib.ExitStack() as stack:
+        forced = stack.enter_context(replaying(model, replay.trace, replay.planned)) if replay is not None else None
+        collector = RouteCollector(stack.enter_context(recording(model))) if capture else None
+        yield forced, collector
+
+
+def _counts(forced: Any) -> tuple[int, int]:
+    return (0, 0) if forced is None else (forced.forced_cells, forced.changed_cells)

@@ -1,0 +1,270 @@
+"""The real rollout: vLLM in process, with its own capture of routed experts, and weights pushed in place.
+
+What this adapter does beside calling vLLM, and why:
+- After every weight update it packs the expert weights again. vLLM packs them while loading from disk and skips that in
+  an update: the engine then computes with scrambled experts and reports no error. `check_sync` proves the update path,
+  by pushing the weights that were loaded and asking for the very same log-probs.
+- It empties the prefix cache after an update (old keys and old routes would come back), keeps every prefill in one
+  piece, and seeds the engine instead of the requests (a per-request seed with a chunked prefill kills the engine).
+- It checks that every sequence brings exactly P + O - 1 rows of routes.
+- One engine a process: a second would break the first. EngineSession owns it.
+Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rar_lib.checkpoint import load_model_config, seeded
+from rar_lib.config import RolloutConfig, SamplingConfig
+from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
+from rar_lib.engines.hf_rollout import pack_rollout
+from rar_lib.engines.precision import at_precision
+from rar_lib.errors import EngineError
+from rar_lib.replay.contexts import describe_routers
+from rar_lib.seeding import derive_seed
+from rar_lib.traces.trace import TraceHeader
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+MAX_SEQUENCES = 512
+MAX_BATCHED_TOKENS = 16384
+KV_BLOCKS = 512
+
+
+class VLLMRollout:
+    """See `Rollout` in base.py.
+
+    Args:
+        path: checkpoint folder.
+        config: dtype of the engine and precision of the weights that are pushed.
+        eos_id, pad_id: tokens that end and pad a response.
+
+    Raises:
+        EngineError: if vLLM is missing, cannot capture routes, or its update path does not reproduce its loading path.
+    """
+
+    name = "vllm"
+
+    def __init__(self, path: Path, config: RolloutConfig, eos_id: int, pad_id: int) -> None:
+        self.config, self.eos_id, self.pad_id = config, eos_id, pad_id
+        self.header = router_header(path).model_copy(update={"source": "rollout", "producer": "vllm", "model_id": path.name})
+        self.max_length = min(int(load_model_config(path).max_position_embeddings), MAX_BATCHED_TOKENS)
+        with _foreign_seeds_undone(), _quiet_import():
+            self.llm = _create(path, config.dtype, self.max_length)
+        import vllm
+
+        self.header = self.header.model_copy(update={"producer_version": vllm.__version__})
+        self.weight_version = -1
+        self._probe = self._make_probe()
+        self._fresh = self.rescore(self._probe, SamplingConfig())
+
+    def reconfigure(self, config: RolloutConfig) -> None:
+        """Another precision or sampling for the same engine; the dtype is fixed at creation."""
+        if config.dtype != self.config.dtype:
+            raise EngineError(f"rollout.dtype: this engine was created with {self.config.dtype}, asked for {config.dtype}")
+        self.config = config
+
+    def _make_probe(self) -> TokenBatch:
+        """A few fixed token sequences, to compare the engine with itself and with the trainer."""
+        config = load_model_config(Path(self.llm.llm_engine.model_config.model))
+        rng = np.random.default_rng(0)
+        rows = rng.integers(0, config.vocab_size, (8, 12)).tolist()
+        return TokenBatch.pack([r[:2] for r in rows], [r[2:] for r in rows], [str(i) for i in range(8)], range(8), self.pad_id)
+
+    # ---------------------------------------------------------------- weights
+
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
+        """See `Rollout.load_weights`: rounds to the configured precision, pushes, packs the experts, drops the prefix cache."""
+        self._push(list(at_precision(weights, self.config.precision)))
+        self.weight_version = version
+
+    def _push(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        self.llm.collective_rpc(_reload, args=(weights,))
+        self.llm.collective_rpc(_pack_experts)
+        self.llm.reset_prefix_cache()
+
+    def check_sync(self, weights: NamedTensors) -> None:
+        """Prove the update path: pushing the checkpoint's own weights must give the log-probs of loading it.
+
+        Args:
+            weights: the checkpoint's weights as a trainer hands them over, before any update; left in the engine as
+                version -1.
+
+        Raises:
+            EngineError: if one log-prob differs.
+        """
+        self._push(list(weights))
+        self.weight_version = -1
+        gap = (self.rescore(self._probe, SamplingConfig()) - self._fresh).abs().max()
+        if gap != 0:
+            raise EngineError(
+                f"vLLM scores the checkpoint's own weights differently after an update than after loading (largest "
+                f"difference {float(gap):.3g} nats, expected 0): the pushed names or the packing of the experts are wrong"
+            )
+
+    # ---------------------------------------------------------------- sampling and scoring
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, uids: Sequence[str], seed: int
+    ) -> RolloutResult:
+        """See `Rollout.generate`."""
+        from vllm import SamplingParams
+
+        started = time.perf_counter()
+        for uid, prompt in zip(uids, prompts, strict=True):
+            if len(prompt) + sampling.max_new_tokens > self.max_length:
+                raise EngineError(f"prompt {uid}: {len(prompt)} + {sampling.max_new_tokens} tokens exceed the model's {self.max_length}")
+        params = SamplingParams(
+            temperature=sampling.temperature, max_tokens=sampling.max_new_tokens, logprobs=0,
+            stop_token_ids=[self.eos_id], detokenize=False,
+        )
+        outputs = []
+        for number, wave in enumerate(_waves([len(p) for p in prompts])):
+            with seeded(derive_seed(seed, number)):
+                outputs += self._run([prompts[i] for i in wave], params)
+        responses, scores, routes = [], [], []
+        for uid, prompt, out in zip(uids, prompts, outputs, strict=True):
+            answer = out.outputs[0]
+            tokens = tuple(answer.token_ids)
+            responses.append(tokens)
+            scores.append(tuple(step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)))
+            routes.append(self._routes(answer.routed_experts, uid, len(prompt) + len(tokens) - 1))
+        header = self.header.model_copy(update={"sampling": sampling.model_dump()})
+        trace = pack_rollout(header, prompts, responses, scores, routes, self.weight_version)
+        return RolloutResult(tuple(responses), tuple(scores), trace, self.weight_version, time.perf_counter() - started)
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+        from vllm.inputs import TokensPrompt
+
+        return self.llm.generate([TokensPrompt(prompt_token_ids=list(p)) for p in prompts], params, use_tqdm=False)
+
+    def _routes(self, routed: Any, uid: str, rows: int) -> np.ndarray:
+        if routed is None:
+            raise EngineError(f"prompt {uid}: vLLM returned no routes")
+        routed = np.asarray(routed)
+        layers = self.header.moe_layers
+        if routed.ndim != 3 or len(routed) != rows or routed.shape[1] <= layers[-1] or routed.shape[2] != self.header.top_k:
+            raise EngineError(
+                f"prompt {uid}: expected routes [{rows}, more than {layers[-1]} layers, {self.header.top_k}], found {routed.shape}"
+            )
+        return routed[:, list(layers)]
+
+    def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
+        """See `Rollout.rescore`. vLLM scores prompts at temperature 1 only.
+
+        Raises:
+            EngineError: at another temperature.
+        """
+        from vllm import SamplingParams
+
+        if sampling.temperature != 1.0:
+            raise EngineError(f"vLLM scores given tokens at temperature 1 only; sampling.temperature is {sampling.temperature}")
+        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        rows = [batch.tokens[i, : batch.lengths[i]].tolist() for i in range(len(batch))]
+        outputs = [out for wave in _waves([len(r) for r in rows]) for out in self._run([rows[i] for i in wave], params)]
+        scores = torch.zeros(batch.tokens.shape)
+        for i, (row, out) in enumerate(zip(rows, outputs, strict=True)):
+            for t in range(int(batch.prompt_lengths[i]), len(row)):
+                scores[i, t] = out.prompt_logprobs[t][row[t]].logprob
+        return scores
+
+    def shutdown(self) -> None:
+        """End the engine. This also ends torch.distributed, and any Megatron model with it."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
+
+def router_header(path: Path) -> TraceHeader:
+    """E, K and MoE layer numbers of a checkpoint, from the routers of its model built without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return describe_routers(AutoModelForCausalLM.from_config(load_model_config(path)))
+
+
+def _waves(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Split requests so that one wave is prefilled in one piece."""
+    wave: list[int] = []
+    total = 0
+    for i, length in enumerate(lengths):
+        if wave and (len(wave) == MAX_SEQUENCES or total + length > MAX_BATCHED_TOKENS):
+            yield wave
+            wave, total = [], 0
+        wave.append(i)
+        total += length
+    if wave:
+        yield wave
+
+
+def _create(path: Path, dtype: str, max_length: int) -> Any:
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise EngineError(f"rollout.engine vllm: vLLM is not installed ({error}); install the extra rar-lib[vllm]") from None
+    try:
+        return LLM(
+            model=str(path),
+            dtype=dtype,
+            enforce_eager=True,
+            enable_return_routed_experts=True,
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=False,
+            max_model_len=max_length,
+            max_num_seqs=MAX_SEQUENCES,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            num_gpu_blocks_override=KV_BLOCKS,
+            disable_log_stats=True,
+        )
+    except TypeError as error:
+        raise EngineError(f"rollout.engine vllm: this version cannot capture routed experts: {error}") from None
+
+
+def _reload(worker: Any, weights: list[tuple[str, torch.Tensor]]) -> None:
+    worker.model_runner.reload_weights(weights_iterator=iter(weights))
+
+
+def _pack_experts(worker: Any) -> None:
+    if not torch.cuda.is_available():  # only the CPU kernels keep packed expert weights
+        for module in worker.model_runner.get_model().modules():
+            if hasattr(module, "w13_weight"):
+                module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+
+
+@contextlib.contextmanager
+def _foreign_seeds_undone() -> Iterator[None]:
+    """Creating an engine seeds every global generator; leave the caller's as they were."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+@contextlib.contextmanager
+def _quiet_import() -> Iterator[None]:
+    """vLLM reads its environment when it is imported."""
+    if "vllm" not in sys.modules:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+    yield

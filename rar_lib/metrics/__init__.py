@@ -1,0 +1,1 @@
+"""How far two sources disagree: log-probs (`mismatch`) and routes (`agreement`)."""

@@ -1,0 +1,163 @@
+"""How far two sources disagree on the chosen experts, at the same tokens and layers.
+
+The unit is the set of K experts of one router at one token: slot order means nothing. Cells that either side did not
+record are left out and counted, never read as expert 0. Two kinds of disagreement are not one: drift between updates
+in one engine (GSPO's "about 10 % of experts") and mismatch between engines at the same weights (R3's "about 10 % of
+routers"). The functions do not know which they are given; the caller's column names say so.
+
+Independent random K-subsets of E experts overlap in K/E of their slots on average: that is the floor to compare with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rar_lib.errors import TraceError
+from rar_lib.traces.trace import RouteTrace
+
+
+def overlap(ids_a: np.ndarray, ids_b: np.ndarray) -> np.ndarray:
+    """|S_A ∩ S_B| for `[..., K]` distinct ids: `[...]` int64 in 0..K."""
+    return (ids_a[..., :, None] == ids_b[..., None, :]).sum((-1, -2))
+
+
+def _check_pair(a: RouteTrace, b: RouteTrace) -> None:
+    for name, left, right in (
+        ("MoE layers", a.header.moe_layers, b.header.moe_layers),
+        ("experts", a.header.num_experts, b.header.num_experts),
+        ("top-k", a.header.top_k, b.header.top_k),
+        ("sequence lengths", a.lengths.tolist(), b.lengths.tolist()),
+    ):
+        if left != right:
+            raise TraceError(f"two traces must speak of the same tokens and routers; {name}: {left} against {right}")
+    if a.token_digest and b.token_digest and a.token_digest != b.token_digest:
+        raise TraceError(f"two traces of other tokens: digest {a.token_digest} against {b.token_digest}")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Cell by cell agreement of two traces over N tokens, L layers and top-K.
+
+    Attributes:
+        shared: `[N, L]` int64, |S_A ∩ S_B|; meaningless where `known` is false.
+        known: `[N, L]` bool, recorded on both sides.
+        top_k: K.
+    """
+
+    shared: np.ndarray
+    known: np.ndarray
+    top_k: int
+
+    @property
+    def flipped(self) -> np.ndarray:
+        """`[N, L]` bool: the sets differ (false where unknown)."""
+        return self.known & (self.shared < self.top_k)
+
+    @property
+    def full_rows(self) -> np.ndarray:
+        """`[N]` bool: tokens recorded in every layer on both sides."""
+        return self.known.all(-1)
+
+    def layers_per_token(self) -> np.ndarray:
+        """D_t, the number of layers whose sets differ, over fully recorded tokens: `[n]` int64."""
+        return self.flipped[self.full_rows].sum(-1)
+
+    def router_flip_by_layer(self) -> np.ndarray:
+        """`[L]` float64, share of known cells that differ; NaN for a layer nobody recorded."""
+        count = self.known.sum(0)
+        return np.divide(self.flipped.sum(0), count, out=np.full(count.shape, np.nan), where=count > 0)
+
+    def scalars(self, prefix: str = "") -> dict[str, float | None]:
+        """overlap, jaccard, slot_flip, router_flip, token_any_flip, layers_per_token and how many cells they rest on.
+
+        slot_flip <= router_flip <= K * slot_flip; jaccard <= overlap; token_any_flip is over fully recorded tokens.
+        """
+        share = self.shared[self.known] / self.top_k
+        depth = self.layers_per_token()
+        cells = int(self.known.sum())
+        values: dict[str, float | None] = {
+            "overlap": float(share.mean()) if cells else None,
+            "jaccard": float((share / (2 - share)).mean()) if cells else None,
+            "slot_flip": float(1 - share.mean()) if cells else None,
+            "router_flip": float((share < 1).mean()) if cells else None,
+            "token_any_flip": float((depth > 0).mean()) if depth.size else None,
+            "layers_per_token": float(depth.mean()) if depth.size else None,
+            "cells": float(cells),
+        }
+        return {prefix + name: value for name, value in values.items()}
+
+
+def agreement(a: RouteTrace, b: RouteTrace) -> Agreement:
+    """Compare two traces of the same tokens.
+
+    Raises:
+        TraceError: if layers, experts, K, lengths or token digests differ.
+    """
+    _check_pair(a, b)
+    known = a.recorded & b.recorded
+    return Agreement(overlap(a.ids(), b.ids()), known, a.header.top_k)
+
+
+def poisson_binomial(rates: np.ndarray) -> np.ndarray:
+    """P(D = 0..L) of a sum of independent Bernoulli(rates): `[L + 1]` float64."""
+    pmf = np.ones(1)
+    for rate in np.asarray(rates, dtype=np.float64):
+        pmf = np.convolve(pmf, [1 - rate, rate])
+    return pmf
+
+
+def flip_clustering(result: Agreement, *, permutations: int = 200, seed: int = 0) -> dict[str, float | None]:
+    """Do flips cluster on tokens? The variance of D_t against independence between layers.
+
+    Returns:
+        variance: of D_t; independent: Σ p_l (1 - p_l) of the Poisson-binomial with the per-layer rates; dispersion:
+        their ratio (> 1: flips cluster on tokens); permuted_p95: 95th percentile of the same ratio when each layer's
+        flips are shuffled over tokens, a check that needs no formula; token_any_flip and its independent expectation.
+    """
+    flips = result.flipped[result.full_rows]
+    rates = flips.mean(0) if flips.size else np.zeros(0)
+    expected = float((rates * (1 - rates)).sum())
+    if len(flips) < 2 or expected == 0:
+        return dict.fromkeys(("variance", "independent", "dispersion", "permuted_p95", "any", "any_independent"))
+    rng = np.random.default_rng(seed)
+    permuted = [rng.permuted(flips, axis=0).sum(-1).var() / expected for _ in range(permutations)]
+    depth = flips.sum(-1)
+    return {
+        "variance": float(depth.var()),
+        "independent": expected,
+        "dispersion": float(depth.var() / expected),
+        "permuted_p95": float(np.percentile(permuted, 95)),
+        "any": float((depth > 0).mean()),
+        "any_independent": float(1 - poisson_binomial(rates)[0]),
+    }
+
+
+def churn_matrix(a: RouteTrace, b: RouteTrace) -> np.ndarray:
+    """Which expert replaced which, by layer: `[L, E, E]` float64, a share of the known cells of the layer.
+
+    Only set differences count. A swap of m experts at once is split evenly: each of the m x m pairs gets 1/m, so a row
+    sums to the rate at which its expert leaves (outflow) and a column to the rate at which it enters.
+    """
+    _check_pair(a, b)
+    known, ids_a, ids_b = a.recorded & b.recorded, a.ids(), b.ids()
+    layers, experts = a.header.num_layers, a.header.num_experts
+    out = np.zeros((layers, experts, experts))
+    same = ids_a[..., :, None] == ids_b[..., None, :]
+    left, entered = ~same.any(-1), ~same.any(-2)
+    swaps = left[..., :, None] & entered[..., None, :] & known[..., None, None]
+    token, layer, slot_a, slot_b = np.nonzero(swaps)
+    share = 1 / left.sum(-1)[token, layer]
+    np.add.at(out, (layer, ids_a[token, layer, slot_a], ids_b[token, layer, slot_b]), share)
+    count = known.sum(0)
+    return out / np.maximum(count, 1)[:, None, None]
+
+
+def top1_flip(ids_a: np.ndarray, gates_a: np.ndarray, ids_b: np.ndarray, gates_b: np.ndarray, known: np.ndarray) -> float | None:
+    """Share of known cells whose expert with the largest gate differs. ids, gates `[N, L, K]`; known `[N, L]` bool."""
+    def first(ids: np.ndarray, gates: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(ids, gates.argmax(-1)[..., None], -1)[..., 0]
+
+    differs = first(ids_a, gates_a) != first(ids_b, gates_b)
+    return float(differs[known].mean()) if known.any() else None

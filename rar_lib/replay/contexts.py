@@ -1,0 +1,203 @@
+"""`recording(model)` and `replaying(model, trace)`: what happens inside the `with` is all that happens.
+
+    with recording(model) as record:
+        model(input_ids, attention_mask=mask)
+    trace = record.trace()
+
+    with replaying(model, trace):
+        model(input_ids, attention_mask=mask)  # the same experts, at today's scores
+
+Contexts nest: `replaying` outside and `recording` inside records what was executed. Rows follow the batch: sequence i of
+the trace is sequence i of the forward, right-padded; with micro-batches, `focus` says which sequences come next. Rows
+without a recorded route (the last token, padding, what a producer lost) stay native and are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from rar_lib.errors import ReplayError
+from rar_lib.replay.points import SelectionPoint, find_points, selecting
+from rar_lib.replay.resolve import resolve_token_layer
+from rar_lib.traces.trace import RouteTrace, TraceHeader
+
+
+def describe_routers(model: torch.nn.Module) -> TraceHeader:
+    """Header of a trace of this model: E, K and MoE layer numbers of its routers (source `old`)."""
+    points = find_points(model).points
+    first = points[0]
+    odd = [p.layer for p in points if (p.num_experts, p.top_k) != (first.num_experts, first.top_k)]
+    if odd:
+        raise ReplayError(f"layers {odd} have another number of experts or top-k than layer {first.layer}")
+    return TraceHeader(
+        num_experts=first.num_experts, top_k=first.top_k, moe_layers=tuple(p.layer for p in points), source="old"
+    )
+
+
+class Recording:
+    """Routes collected at the points of a model while its context is open."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.header = describe_routers(model)
+        self._points = find_points(model).points
+        self._ids: dict[int, list[torch.Tensor]] = {layer: [] for layer in self.header.moe_layers}
+        self._inputs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def _select(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        self._ids[point.layer].append(ids.detach())
+        return ids
+
+    def _saw_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(tokens, torch.Tensor):
+            self._inputs.append((tokens, kwargs.get("attention_mask")))
+
+    def take(self, num_sequences: int) -> torch.Tensor:
+        """Return and forget what was recorded since the last take: `[num_sequences, T, L, K]` int64.
+
+        Several forwards (a prefill and decode steps) follow each other along T.
+
+        Raises:
+            ReplayError: if a router did not fire as often as the others, or rows do not divide by the sequences.
+        """
+        counts = {layer: len(chunks) for layer, chunks in self._ids.items()}
+        if len(set(counts.values())) != 1 or not all(counts.values()):
+            raise ReplayError(f"routers fired unequally often since the last take, by layer: {counts}")
+        layers = []
+        for point in self._points:
+            pieces = [_unflatten(rows, num_sequences, point) for rows in self._ids[point.layer]]
+            layers.append(torch.cat(pieces, 1))
+            self._ids[point.layer] = []
+        return torch.stack(layers, 2)
+
+    def trace(self, *, source: Literal["rollout", "old", "new"] = "old", model_id: str = "") -> RouteTrace:
+        """The trace of the forwards since the last take, for a Transformers model called with `input_ids`.
+
+        Lengths come from `attention_mask` (left or right padding; none means no padding).
+        """
+        if not self._inputs:
+            raise ReplayError("no forward with input_ids was seen; use take() for models that are called otherwise")
+        tokens = torch.cat([ids for ids, _ in self._inputs], 1)
+        ids = self.take(len(tokens)).cpu()
+        mask = self._inputs[-1][1]
+        keep = torch.ones_like(tokens) if mask is None else mask
+        if keep.shape != tokens.shape:
+            raise ReplayError(f"attention_mask: expected the shape of all tokens seen, {tuple(tokens.shape)}, found {tuple(keep.shape)}")
+        inside = keep.bool().cpu()
+        lengths = inside.sum(1).numpy()
+        shape = (len(tokens), int(lengths.max(initial=0)))
+        target = torch.arange(shape[1])[None, :] < torch.as_tensor(lengths)[:, None]
+        padded = torch.full((*shape, *ids.shape[2:]), -1)
+        padded[target] = ids[inside]
+        words = torch.zeros(shape, dtype=torch.int64)
+        words[target] = tokens.cpu()[inside]
+        self._inputs = []
+        header = self.header.model_copy(update={"source": source, "model_id": model_id})
+        return RouteTrace.from_padded(header, padded.numpy(), lengths, token_ids=words.numpy())
+
+
+@contextmanager
+def recording(model: torch.nn.Module) -> Iterator[Recording]:
+    """Record which experts every router of a model uses. Numbers are unchanged, bit for bit."""
+    record = Recording(model)
+    handle = model.register_forward_pre_hook(record._saw_inputs, with_kwargs=True)
+    try:
+        with selecting(model, [record._select] * len(record._points)):
+            yield record
+    finally:
+        handle.remove()
+
+
+class Replaying:
+    """The routes that an open `replaying` context forces.
+
+    Attributes:
+        forced_cells: (token, layer) cells whose router was given a recorded route, since the context opened.
+        changed_cells: those of them whose set of experts differs from the router's live choice.
+    """
+
+    def __init__(self, model: torch.nn.Module, trace: RouteTrace, planned: np.ndarray | None) -> None:
+        mine = describe_routers(model)
+        theirs = trace.header
+        for name, expected, found in (
+            ("experts", mine.num_experts, theirs.num_experts),
+            ("top-k", mine.top_k, theirs.top_k),
+            ("MoE layers", mine.moe_layers, theirs.moe_layers),
+        ):
+            if expected != found:
+                raise ReplayError(f"trace and model differ in {name}: expected {expected} (model), found {found} (trace)")
+        experts, _ = trace.to_padded()
+        if planned is not None:
+            if planned.shape != trace.experts.shape[:2] or planned.dtype != bool:
+                raise ReplayError(
+                    f"planned: expected bool {trace.experts.shape[:2]}, found {planned.dtype} {planned.shape}"
+                )
+            inside = np.arange(experts.shape[1])[None, :] < trace.lengths[:, None]
+            keep = np.zeros(experts.shape[:3], dtype=bool)
+            keep[inside] = planned
+            experts = np.where(keep[..., None], experts, -1)
+        self._targets = torch.from_numpy(experts)
+        self._column = {layer: i for i, layer in enumerate(mine.moe_layers)}
+        self._points = find_points(model).points
+        self._rows: torch.Tensor = torch.arange(trace.num_sequences)
+        self.forced_cells = 0
+        self.changed_cells = 0
+
+    def focus(self, sequences: Sequence[int] | torch.Tensor) -> None:
+        """The next forward holds these sequences of the trace, in this order."""
+        self._rows = torch.as_tensor(sequences, dtype=torch.int64)
+        for point in self._points:
+            point.begin()
+
+    def _select(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        target = self._targets[self._rows, :, self._column[point.layer]]
+        n, length, k = target.shape
+        steps, rest = divmod(len(ids), max(n, 1))
+        if rest or steps < length:
+            raise ReplayError(
+                f"layer {point.layer}: the forward has {len(ids)} rows for {n} sequences of up to {length} recorded "
+                f"tokens; expected a multiple of {n}, at least {n * length}"
+            )
+        if steps > length:
+            target = torch.cat([target, target.new_full((n, steps - length, k), -1)], 1)
+        recorded = _flatten(target, point).to(ids.device)
+        used = resolve_token_layer(recorded, ids)
+        self.forced_cells += int((recorded[:, 0] >= 0).sum())
+        self.changed_cells += int(((used.unsqueeze(-1) == ids.unsqueeze(-2)).sum((-1, -2)) < k).sum())
+        return used
+
+
+@contextmanager
+def replaying(model: torch.nn.Module, trace: RouteTrace, planned: np.ndarray | None = None) -> Iterator[Replaying]:
+    """Force the recorded routes of a trace in every forward of a model.
+
+    Args:
+        model: a Transformers MoE, or a Megatron model built by this library.
+        trace: routes of the sequences that will be forwarded.
+        planned: `[N, L]` bool over the trace's tokens, which routes to force; by default all that are recorded.
+
+    Raises:
+        ReplayError: if experts, top-k or MoE layers of trace and model differ, or the rows of a forward do not fit.
+    """
+    replay = Replaying(model, trace, planned)
+    with selecting(model, [replay._select] * len(replay._points)):
+        yield replay
+
+
+def _unflatten(rows: torch.Tensor, num_sequences: int, point: SelectionPoint) -> torch.Tensor:
+    steps, rest = divmod(len(rows), num_sequences)
+    if rest:
+        raise ReplayError(f"layer {point.layer}: {len(rows)} rows do not divide by {num_sequences} sequences")
+    if point.row_order == "batch":
+        return rows.reshape(num_sequences, steps, -1)
+    return rows.reshape(steps, num_sequences, -1).transpose(0, 1)
+
+
+def _flatten(padded: torch.Tensor, point: SelectionPoint) -> torch.Tensor:
+    ordered = padded if point.row_order == "batch" else padded.transpose(0, 1)
+    return ordered.reshape(-1, padded.shape[-1])

@@ -1,0 +1,239 @@
+"""Selection points: the one place in a router where K of E experts are picked.
+
+Hooking what a router returns breaks on every second family (the order of the tuple, probabilities that were zeroed
+before they can be gathered, renormalisation already done). So the hook sits on the pick itself: inside the router's
+forward, the one `torch.topk` with k = K over a last dimension of E is intercepted, its indices may be replaced, and its
+values are gathered from the very scores that were ranked. The model's own code does the rest: softmax before or after,
+sigmoid and bias, groups, renormalisation, scaling. Megatron-Core asks for the same contract by itself
+(`router_replay.get_replay_topk`), so its routers carry a SelectionPoint as their replay object.
+
+State belongs to the model and to open contexts, never to the process: two models cannot see each other's routes.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from rar_lib.errors import ReplayError
+
+ROUTER_CLASS = re.compile(r"(TopKRouter|TopkRouter)$")
+LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+RowOrder = Literal["batch", "sequence"]
+
+
+class Selector(Protocol):
+    """Something that sees, and may replace, the experts picked at a point."""
+
+    def __call__(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Given ranked scores `[rows, E]` and picked ids `[rows, K]`, return the ids `[rows, K]` to use."""
+
+
+class SelectionPoint:
+    """The pick of one router.
+
+    Args:
+        layer: transformer layer number, from 0.
+        num_experts: E.
+        top_k: K.
+        row_order: how rows follow a `[sequences, time]` batch: "batch" is `b * T + t` (Transformers), "sequence" is
+            `t * B + b` (Megatron-Core).
+        owner: name of the router class, for messages.
+    """
+
+    def __init__(self, layer: int, num_experts: int, top_k: int, row_order: RowOrder, owner: str) -> None:
+        self.layer, self.num_experts, self.top_k, self.row_order, self.owner = layer, num_experts, top_k, row_order, owner
+        self.selectors: list[Selector] = []
+        self.forwards = 0  # since the last `begin`
+        self._used: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Forget the forward before: a new micro-batch starts."""
+        self.forwards, self._used = 0, None
+
+    def select(self, scores: torch.Tensor, native: torch.Tensor) -> torch.Tensor:
+        """Ids to use for ranked `scores [rows, E]`, given the router's own `native [rows, K]`.
+
+        The backward pass of activation recompute runs the router again: it gets the ids of the forward pass, also
+        where they were native and lie near a tie.
+        """
+        if _in_backward():
+            if self._used is None or self.forwards != 1 or self._used.shape != native.shape:
+                raise ReplayError(
+                    f"layer {self.layer}: recompute asks for the routes of a forward pass; expected exactly one forward "
+                    f"of {tuple(native.shape)} since this micro-batch began, found {self.forwards} "
+                    f"({None if self._used is None else tuple(self._used.shape)}); call focus() before each micro-batch"
+                )
+            return self._used
+        ids = native
+        for selector in self.selectors:
+            ids = selector(self, scores, ids)
+        self.forwards += 1
+        self._used = ids
+        return ids
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Megatron-Core's contract (router_replay.RouterReplay.get_replay_topk): (values, ids), each `[rows, K]`."""
+        assert default_compute_topk is not None
+        values, native = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if not self.selectors:
+            return values, native
+        return _gather(scores, values, native, self.select(scores, native))
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _gather(
+    scores: torch.Tensor, values: torch.Tensor, native: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (values, native) if ids is native else (scores.gather(-1, ids), ids)
+
+
+class _InterceptTopK(TorchFunctionMode):
+    """Hands the pick of K of E to a selection point, for the duration of one router forward."""
+
+    def __init__(self, point: SelectionPoint) -> None:
+        super().__init__()
+        self.point, self.calls = point, 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func not in (torch.topk, torch.Tensor.topk):
+            return out
+        scores = args[0] if args else kwargs["input"]
+        k = args[1] if len(args) > 1 else kwargs["k"]
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        point = self.point
+        if k != point.top_k or scores.ndim != 2 or scores.shape[-1] != point.num_experts or dim not in (-1, 1):
+            return out
+        self.calls += 1
+        values, native = out
+        values, ids = _gather(scores, values, native, point.select(scores, native))
+        return torch.return_types.topk((values, ids))  # type: ignore[attr-defined]
+
+
+class _TransformersPoints:
+    """Selection points of a Transformers model: forwards of its routers are wrapped while a context is open."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.points: list[SelectionPoint] = []
+        self.routers: list[torch.nn.Module] = []
+        self._open = 0
+        self._before: list[Any] = []
+        config: Any = getattr(model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        for name, module in model.named_modules():
+            if ROUTER_CLASS.search(type(module).__name__):
+                number = LAYER_NUMBER.search(name)
+                experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+                k = _first(config, "num_experts_per_tok", "moe_k")
+                if number is None or experts is None or k is None:
+                    raise ReplayError(f"router {name} ({type(module).__name__}): its layer number, experts or top-k are not known")
+                self.points.append(SelectionPoint(int(number.group(1)), experts, k, "batch", type(module).__name__))
+                self.routers.append(module)
+
+    def attach(self) -> None:
+        self._open += 1
+        if self._open == 1:
+            self._before = [router.__dict__.get("forward") for router in self.routers]
+            for point, router in zip(self.points, self.routers, strict=True):
+                router.forward = _wrapped(point, router.forward)  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        self._open -= 1
+        if self._open == 0:
+            for router, before in zip(self.routers, self._before, strict=True):
+                if before is None:
+                    del router.forward
+                else:  # somebody had wrapped it already
+                    router.forward = before
+
+
+def _wrapped(point: SelectionPoint, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _InterceptTopK(point) as mode:
+            out = forward(*args, **kwargs)
+        if mode.calls != 1:
+            raise ReplayError(
+                f"layer {point.layer}: {point.owner} made {mode.calls} picks of {point.top_k} of {point.num_experts} in "
+                "one forward, expected exactly one; replay at the selection does not support it"
+            )
+        return out
+
+    return call
+
+
+def _first(config: Any, *names: str) -> int | None:
+    return next((getattr(config, n) for n in names if getattr(config, n, None) is not None), None)
+
+
+class _NativePoints:
+    """Selection points that the model carries itself (Megatron-Core routers built by this library)."""
+
+    def __init__(self, points: list[SelectionPoint]) -> None:
+        self.points = points
+
+    def attach(self) -> None:
+        """Nothing to wrap: the routers ask their point at every forward."""
+
+    def detach(self) -> None:
+        """See attach."""
+
+
+_KNOWN: weakref.WeakKeyDictionary[torch.nn.Module, _TransformersPoints | _NativePoints] = weakref.WeakKeyDictionary()
+
+
+def find_points(model: torch.nn.Module) -> _TransformersPoints | _NativePoints:
+    """The selection points of a model, in layer order.
+
+    Raises:
+        ReplayError: if the model has no router whose pick can be intercepted.
+    """
+    if model not in _KNOWN:
+        carried = [p for m in model.modules() if isinstance(p := getattr(m, "router_replay", None), SelectionPoint)]
+        found = _NativePoints(carried) if carried else _TransformersPoints(model)
+        if not found.points:
+            raise ReplayError(
+                f"{type(model).__name__}: no router found whose top-k can be replayed; expected modules named "
+                "*TopKRouter, or Megatron routers built by rar_lib"
+            )
+        found.points.sort(key=lambda point: point.layer)
+        _KNOWN[model] = found
+    return _KNOWN[model]
+
+
+@contextmanager
+def selecting(model: torch.nn.Module, selectors: Sequence[Selector]) -> Iterator[list[SelectionPoint]]:
+    """Put one selector at each point of a model (in layer order); afterwards everything is as before."""
+    found = find_points(model)
+    if len(selectors) != len(found.points):
+        raise ReplayError(f"{type(model).__name__}: {len(selectors)} selectors for {len(found.points)} routers")
+    found.attach()
+    for point, selector in zip(found.points, selectors, strict=True):
+        point.selectors.append(selector)
+    try:
+        yield found.points
+    finally:
+        for point, selector in zip(found.points, selectors, strict=True):
+            point.selectors.remove(selector)
+            if not point.selectors:
+                point.begin()
+        found.detach()

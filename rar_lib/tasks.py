@@ -1,0 +1,137 @@
+"""Verifiable tasks: a prompt, an answer, and a reward that anybody can check.
+
+Problems come from reasoning-gym, whose items are made from `seed + index`, so each can be made again alone; the prompt
+is the task's expression (`123+456=`), short enough for a character tokenizer and a half-million-parameter model. The
+reward is exact match, 1.0 or 0.0: reasoning-gym gives some nonsense partial credit, which is not wanted here. A user's
+own task is a file of prompts and, if exact match does not do, a function.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rar_lib.config import TaskConfig
+from rar_lib.errors import ConfigError
+
+Split = Literal["train", "held_out"]
+SPLIT_SEEDS: dict[Split, int] = {"train": 0, "held_out": 2**31}  # item i of a split is made from its seed + i
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt with its answer as the model should write it; `entry` is what the reward function gets."""
+
+    uid: str
+    prompt: str
+    answer: str
+    entry: dict[str, Any] = field(repr=False)
+
+
+class Task:
+    """Problems by index, and their reward.
+
+    Args:
+        config: which task, with which options.
+
+    Raises:
+        ConfigError: if the task, its options, the prompt file or the reward function cannot be used.
+    """
+
+    def __init__(self, config: TaskConfig) -> None:
+        self.config = config
+        self._datasets = {} if config.name == "file" else {split: self._dataset(split) for split in SPLIT_SEEDS}
+        self._rows = self._read_prompts() if config.name == "file" else []
+        self._reward = None if config.reward == "exact_match" else load_function(config.reward)
+
+    def _dataset(self, split: Split) -> Any:
+        import reasoning_gym
+
+        try:
+            return reasoning_gym.create_dataset(self.config.name, seed=SPLIT_SEEDS[split], size=1, **self.config.options)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ConfigError(f"task.name {self.config.name!r} with task.options {self.config.options}: {error}") from None
+
+    def _read_prompts(self) -> list[dict[str, Any]]:
+        path = Path(str(self.config.prompts_file))
+        if not path.is_file():
+            raise ConfigError(f"task.prompts_file: no file at {path}")
+        rows = []
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"task.prompts_file {path}, line {number}: {error}") from None
+            if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not isinstance(row.get("answer"), str):
+                raise ConfigError(f"task.prompts_file {path}, line {number}: expected the texts `prompt` and `answer`")
+            rows.append(row)
+        if not rows:
+            raise ConfigError(f"task.prompts_file {path}: expected at least one prompt")
+        return rows
+
+    def problem(self, index: int, split: Split = "train") -> Problem:
+        """Problem `index` of a split, the same in every process. A prompt file has one split, read in turn."""
+        if self._rows:
+            row = self._rows[index % len(self._rows)]
+            return Problem(f"file/{index % len(self._rows)}", row["prompt"], self._written(row["answer"]), row)
+        entry = self._datasets[split][index]
+        expression = entry["metadata"].get("expression")
+        if expression is None:
+            raise ConfigError(
+                f"task.name {self.config.name!r}: its items carry no `expression` to make a short prompt from; "
+                "write its prompts to a file and use task.name 'file'"
+            )
+        prompt = expression.replace(" ", "") + "="
+        return Problem(f"{self.config.name}/{split}/{index}", prompt, self._written(entry["answer"]), entry)
+
+    def _written(self, answer: str) -> str:
+        return answer[::-1] if self.config.reverse_digits else answer
+
+    def score(self, response: str, problem: Problem) -> float:
+        """Reward of a decoded response (end token removed): 1.0 or 0.0 for exact match, else the user's number."""
+        answer = response[::-1] if self.config.reverse_digits else response
+        if self._reward is not None:
+            return float(self._reward(answer, problem.entry))
+        if self._rows:
+            return float(answer == problem.entry["answer"])
+        return float(self._datasets["train"].score_answer(answer, problem.entry) == 1.0)
+
+    def digest(self) -> str:
+        """SHA-256 of the task's config and of every file that it reads."""
+        sha = hashlib.sha256(json.dumps(self.config.model_dump(mode="json"), sort_keys=True).encode())
+        if self.config.prompts_file:
+            sha.update(Path(self.config.prompts_file).read_bytes())
+        if self._reward is not None:
+            sha.update(Path(self.config.reward.rpartition(":")[0]).read_bytes())
+        if self._datasets:
+            import reasoning_gym
+
+            sha.update(str(getattr(reasoning_gym, "__version__", "")).encode())
+        return sha.hexdigest()
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """A function given as `path/to/file.py:name`.
+
+    Raises:
+        ConfigError: if the file or the function is not there.
+    """
+    path, _, name = spec.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise ConfigError(f"task.reward {spec!r}: expected 'exact_match' or 'path/to/file.py:function' of a file that exists")
+    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"task.reward {spec!r}: {path} has no function {name!r}")
+    return function
