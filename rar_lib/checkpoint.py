@@ -62,7 +62,9 @@ def resolve_checkpoint(name: str) -> Path:
     for place in places:
         if (place / "config.json").is_file():
             return place.resolve()
-    raise ConfigError(f"model.path {name!r}: expected a Hugging Face folder with config.json at {' or '.join(map(str, places))}")
+    raise ConfigError(
+        f"model.path {name!r}: expected a Hugging Face folder with config.json at {' or '.join(map(str, places))}"
+    )
 
 
 def digest_checkpoint(path: Path) -> str:
@@ -86,7 +88,11 @@ def build_tokenizer() -> Any:
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", bos_token="<bos>",
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        bos_token="<bos>",
         clean_up_tokenization_spaces=False,
     )
 
@@ -122,7 +128,9 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
     return model.eval()
 
 
@@ -143,7 +151,9 @@ def build_model(tokenizer: Any, seed: int) -> Any:
         return Qwen3MoeForCausalLM(config)
 
 
-def warm_start(model: Any, tokenizer: Any, task: Task, *, steps: int, batch_size: int, lr: float, log: Any = None) -> float:
+def warm_start(
+    model: Any, tokenizer: Any, task: Task, *, steps: int, batch_size: int, lr: float, log: Any = None
+) -> float:
     """Supervised steps on the answers (loss on response tokens, with the model's load-balancing loss).
 
     Args:
@@ -178,7 +188,7 @@ def warm_start(model: Any, tokenizer: Any, task: Task, *, steps: int, batch_size
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if log is not None and (step % 50 == 0 or step == steps - 1):
-            log(step, float(loss))
+            log(step, float(loss.detach()))
     model.eval()
     return float(loss.detach())
 
@@ -190,13 +200,22 @@ def save_checkpoint(model: Any, tokenizer: Any, path: Path) -> None:
     tokenizer.save_pretrained(path)
 
 
-def make_base(path: Path, *, steps: int = 300, batch_size: int = 128, lr: float = 2e-3, seed: int = 0, log: Any = None) -> None:
+def make_base(
+    path: Path, *, steps: int = 1400, batch_size: int = 128, lr: float = 3e-3, seed: int = 0, log: Any = None
+) -> None:
     """Build, warm-start and save the base checkpoint; `base.json` beside it says how it was made."""
     tokenizer, task = build_tokenizer(), Task(TaskConfig())
     model = build_model(tokenizer, seed)
     with seeded(derive_seed(seed, "warm-start")):
         loss = warm_start(model, tokenizer, task, steps=steps, batch_size=batch_size, lr=lr, log=log)
     save_checkpoint(model, tokenizer, path)
-    facts = {"steps": steps, "batch_size": batch_size, "lr": lr, "seed": seed, "loss": loss, "torch": torch.__version__,
-             "task": task.config.model_dump(mode="json")}
+    facts = {
+        "steps": steps,
+        "batch_size": batch_size,
+        "lr": lr,
+        "seed": seed,
+        "loss": loss,
+        "torch": torch.__version__,
+        "task": task.config.model_dump(mode="json"),
+    }
     (path / "base.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -36,14 +36,18 @@ class ModelConfig(_Part):
 class TaskConfig(_Part):
     """What to solve. A prompt is reproducible from its index alone."""
 
-    name: str = Field("chain_sum", description="a reasoning-gym task with an `expression`, or 'file' for one's own prompts")
+    name: str = Field(
+        "chain_sum", description="a reasoning-gym task with an `expression`, or 'file' for one's own prompts"
+    )
     options: dict[str, Any] = Field(
-        default_factory=lambda: {"min_terms": 2, "max_terms": 2, "min_digits": 3, "max_digits": 3},
+        default_factory=lambda: {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 3},
         description="parameters of the reasoning-gym task",
     )
     reverse_digits: bool = Field(True, description="answers are written least significant digit first")
     prompts_file: str | None = Field(None, description="JSON lines with `prompt` and `answer`, for name 'file'")
-    reward: str = Field("exact_match", description="'exact_match' or 'path/to/file.py:function' (answer, entry) -> float")
+    reward: str = Field(
+        "exact_match", description="'exact_match' or 'path/to/file.py:function' (answer, entry) -> float"
+    )
 
     @model_validator(mode="after")
     def _file_needs_a_path(self) -> TaskConfig:
@@ -65,7 +69,8 @@ class RolloutConfig(_Part):
     engine: Literal["vllm", "hf", "auto"] = "vllm"
     dtype: DType = Field("bfloat16", description="arithmetic of the engine")
     precision: Literal["native", "fp8_weights"] = Field(
-        "fp8_weights", description="fp8_weights: linear weights are rounded to e4m3 with a scale per output row before they are pushed"
+        "fp8_weights",
+        description="fp8_weights: linear weights are rounded to e4m3 with a scale per output row before they are pushed",
     )
     router_noise: float = Field(0.0, ge=0, description="standard deviation of noise on the router logits (hf only)")
     zero_mismatch: bool = Field(False, description="re-score the sample with the trainer's own forward (hf only)")
@@ -76,7 +81,9 @@ class RolloutConfig(_Part):
         if self.engine == "vllm" and (self.router_noise or self.zero_mismatch):
             raise ValueError("router_noise and zero_mismatch are knobs of the hf rollout; engine is 'vllm'")
         if self.zero_mismatch and (self.dtype, self.precision, self.router_noise) != ("float32", "native", 0.0):
-            raise ValueError("zero_mismatch means the trainer's arithmetic: dtype float32, precision native, router_noise 0")
+            raise ValueError(
+                "zero_mismatch means the trainer's arithmetic: dtype float32, precision native, router_noise 0"
+            )
         return self
 
 
@@ -98,7 +105,9 @@ class AlgorithmConfig(_Part):
 
     prompts_per_step: int = Field(64, gt=0)
     group_size: int = Field(8, ge=2, description="samples a prompt")
-    updates_per_batch: int = Field(4, ge=1, description="optimizer steps a rollout batch, each on its own share of the prompts")
+    updates_per_batch: int = Field(
+        4, ge=1, description="optimizer steps a rollout batch, each on its own share of the prompts"
+    )
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.2, gt=0)
     lr: float = Field(1e-4, gt=0)
@@ -119,7 +128,9 @@ class RouterReplayConfig(_Part):
     """verl's switch, and beside it which routes are forced."""
 
     enabled: bool = True
-    mode: Literal["disabled", "R2", "R3"] = Field("R3", description="where the record comes from: R2 the old-log-prob pass, R3 the rollout")
+    mode: Literal["disabled", "R2", "R3"] = Field(
+        "R3", description="where the record comes from: R2 the old-log-prob pass, R3 the rollout"
+    )
     policy: str = Field("full", description="which recorded routes are forced")
 
     @field_validator("mode", "policy", mode="before")
@@ -141,7 +152,9 @@ class RouterReplayConfig(_Part):
 class EvaluationConfig(_Part):
     """Held-out prompts, always without replay."""
 
-    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before the first and after the last step")
+    every: int = Field(
+        0, ge=0, description="steps between evaluations; 0: only before the first and after the last step"
+    )
     prompts: int = Field(128, ge=0, description="held-out prompts, one sample each; 0: no evaluation")
 
 
@@ -149,7 +162,9 @@ class DiagnosticsConfig(_Part):
     """What is measured beside the run."""
 
     noise_floor_every: int = Field(10, ge=1, description="steps between two measurements of the engines' own noise")
-    save_traces_every: int = Field(0, ge=0, description="steps between two stored route traces; 0: the first and last step")
+    save_traces_every: int = Field(
+        0, ge=0, description="steps between two stored route traces; 0: the first and last step"
+    )
 
 
 class JobConfig(_Part):
@@ -302,7 +317,9 @@ def _adopt_verl_keys(tree: dict[str, Any]) -> None:
     own = tree.get("router_replay") or {}
     for key, mode in found.items():
         if own.get("mode", mode) != mode or len(set(found.values())) > 1:
-            raise ConfigError(f"{key}={mode} contradicts another setting of the replay mode: {found | {'router_replay': own}}")
+            raise ConfigError(
+                f"{key}={mode} contradicts another setting of the replay mode: {found | {'router_replay': own}}"
+            )
         tree["router_replay"] = {**own, "mode": mode, "enabled": own.get("enabled", mode != "disabled")}
 
 

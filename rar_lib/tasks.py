@@ -53,9 +53,13 @@ class Task:
         import reasoning_gym
 
         try:
-            return reasoning_gym.create_dataset(self.config.name, seed=SPLIT_SEEDS[split], size=1, **self.config.options)
+            return reasoning_gym.create_dataset(
+                self.config.name, seed=SPLIT_SEEDS[split], size=1, **self.config.options
+            )
         except (ValueError, TypeError, AssertionError) as error:
-            raise ConfigError(f"task.name {self.config.name!r} with task.options {self.config.options}: {error}") from None
+            raise ConfigError(
+                f"task.name {self.config.name!r} with task.options {self.config.options}: {error}"
+            ) from None
 
     def _read_prompts(self) -> list[dict[str, Any]]:
         path = Path(str(self.config.prompts_file))
@@ -69,7 +73,11 @@ class Task:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ConfigError(f"task.prompts_file {path}, line {number}: {error}") from None
-            if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not isinstance(row.get("answer"), str):
+            if (
+                not isinstance(row, dict)
+                or not isinstance(row.get("prompt"), str)
+                or not isinstance(row.get("answer"), str)
+            ):
                 raise ConfigError(f"task.prompts_file {path}, line {number}: expected the texts `prompt` and `answer`")
             rows.append(row)
         if not rows:
@@ -125,7 +133,9 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     path, _, name = spec.rpartition(":")
     if not path or not Path(path).is_file():
-        raise ConfigError(f"task.reward {spec!r}: expected 'exact_match' or 'path/to/file.py:function' of a file that exists")
+        raise ConfigError(
+            f"task.reward {spec!r}: expected 'exact_match' or 'path/to/file.py:function' of a file that exists"
+        )
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert module_spec is not None
     assert module_spec.loader is not None

@@ -8,7 +8,6 @@ that token t took as an input, so the last token of a sequence has none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +31,8 @@ class TokenBatch:
         prompt_lengths: `[S]` int64.
         uids: one name a sequence.
         groups: `[S]` int64, index of the prompt that a sequence answers.
+        shares: number of equal parts, in order, that the updates will take. Scoring passes split into micro-batches
+            within each part, exactly as the updates do, so that at θ_old their log-probs are equal to the last bit.
     """
 
     tokens: torch.Tensor
@@ -39,19 +40,31 @@ class TokenBatch:
     prompt_lengths: torch.Tensor
     uids: tuple[str, ...]
     groups: torch.Tensor
+    shares: int = 1
 
     @classmethod
     def pack(
-        cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], uids: Sequence[str],
-        groups: Sequence[int], pad_id: int,
+        cls,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        uids: Sequence[str],
+        groups: Sequence[int],
+        pad_id: int,
+        shares: int = 1,
     ) -> TokenBatch:
         """Join each prompt with its response."""
         rows = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
         tokens = torch.full((len(rows), max(map(len, rows))), pad_id, dtype=torch.int64)
         for i, row in enumerate(rows):
             tokens[i, : len(row)] = torch.tensor(row)
-        return cls(tokens, torch.tensor([len(r) for r in rows]), torch.tensor([len(p) for p in prompts]),
-                   tuple(uids), torch.tensor(list(groups)))
+        return cls(
+            tokens,
+            torch.tensor([len(r) for r in rows]),
+            torch.tensor([len(p) for p in prompts]),
+            tuple(uids),
+            torch.tensor(list(groups)),
+            shares,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -67,10 +80,23 @@ class TokenBatch:
         """`[S, T]` bool, true on prompt and response tokens."""
         return torch.arange(self.tokens.shape[1])[None, :] < self.lengths[:, None]
 
+    def update_shares(self) -> tuple[torch.Tensor, ...]:
+        """The rows of each update."""
+        return torch.arange(len(self)).chunk(self.shares)
+
+    def micro_batches(self, size: int) -> list[torch.Tensor]:
+        """Rows of each micro-batch of at most `size` sequences; none crosses a share."""
+        return [rows for share in self.update_shares() for rows in share.split(size)]
+
     def select(self, rows: torch.Tensor) -> TokenBatch:
         """Some of the sequences, still padded to T."""
-        return TokenBatch(self.tokens[rows], self.lengths[rows], self.prompt_lengths[rows],
-                          tuple(self.uids[i] for i in rows.tolist()), self.groups[rows])
+        return TokenBatch(
+            self.tokens[rows],
+            self.lengths[rows],
+            self.prompt_lengths[rows],
+            tuple(self.uids[i] for i in rows.tolist()),
+            self.groups[rows],
+        )
 
     def packed_token_ids(self) -> np.ndarray:
         """`[N]` int64, the tokens of all sequences one after another."""
@@ -175,12 +201,19 @@ class Trainer(Protocol):
     name: str
 
     def logprobs(
-        self, batch: TokenBatch, *, temperature: float, replay: Replay | None = None, capture: bool = False,
+        self,
+        batch: TokenBatch,
+        *,
+        temperature: float,
+        replay: Replay | None = None,
+        capture: bool = False,
         micro_batch_size: int | None = None,
     ) -> LogprobResult:
         """Score the responses at the present weights, without gradient; `capture` returns the executed routes."""
 
-    def update(self, batch: TokenBatch, objective: Objective, *, temperature: float, replay: Replay | None = None) -> UpdateResult:
+    def update(
+        self, batch: TokenBatch, objective: Objective, *, temperature: float, replay: Replay | None = None
+    ) -> UpdateResult:
         """One optimizer step on the token mean of the objective over the batch."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -191,6 +224,3 @@ class Trainer(Protocol):
 
     def load(self, folder: Path) -> None:
         """Continue from a folder written by `save`."""
-
-    def exclusive(self) -> AbstractContextManager[None]:
-        """Anything that must hold while the trainer computes (device maps, thread counts); re-entrant."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from rar_lib.engines.base import TokenBatch
-from rar_lib.replay.contexts import Recording
+from rar_lib.engines.base import Replay, TokenBatch
+from rar_lib.replay.contexts import Recording, Replaying, recording, replaying
 from rar_lib.traces.trace import RouteTrace, Status
 
 
@@ -34,6 +36,25 @@ class RouteCollector:
         status = torch.where(position == batch.lengths[:, None] - 1, Status.LAST.value, Status.RECORDED.value)
         header = self.record.header.model_copy(update={"source": source, "producer": producer, "model_id": model_id})
         return RouteTrace.from_packed(
-            header, ids[inside].numpy(), batch.lengths.numpy(), status[inside].numpy().astype(np.uint8),
+            header,
+            ids[inside].numpy(),
+            batch.lengths.numpy(),
+            status[inside].numpy().astype(np.uint8),
             token_ids=batch.packed_token_ids(),
         )
+
+
+@contextlib.contextmanager
+def open_routes(
+    model: Any, replay: Replay | None, capture: bool
+) -> Iterator[tuple[Replaying | None, RouteCollector | None]]:
+    """Open replaying, and inside it recording of what is executed, as asked for."""
+    with contextlib.ExitStack() as stack:
+        forced = stack.enter_context(replaying(model, replay.trace, replay.planned)) if replay is not None else None
+        collector = RouteCollector(stack.enter_context(recording(model))) if capture else None
+        yield forced, collector
+
+
+def route_counts(forced: Replaying | None) -> tuple[int, int]:
+    """(forced cells, changed cells) of a pass; zeros without replay."""
+    return (0, 0) if forced is None else (forced.forced_cells, forced.changed_cells)

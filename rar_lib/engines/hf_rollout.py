@@ -43,7 +43,9 @@ class HFRollout:
 
     name = "hf"
 
-    def __init__(self, path: Path, config: RolloutConfig, eos_id: int, pad_id: int, trainer: Trainer | None = None) -> None:
+    def __init__(
+        self, path: Path, config: RolloutConfig, eos_id: int, pad_id: int, trainer: Trainer | None = None
+    ) -> None:
         self.config, self.eos_id, self.pad_id, self.trainer, self.model_id = config, eos_id, pad_id, trainer, path.name
         self.model: Any = load_model(path, dtype=getattr(torch, config.dtype))
         self.weight_version = -1
@@ -77,11 +79,23 @@ class HFRollout:
                     routes[i] = ids[row, : len(prompts[i]) + length - 1].numpy()
             header = record.header
         trace = pack_rollout(
-            header.model_copy(update={"source": "rollout", "producer": self.name, "model_id": self.model_id,
-                                      "sampling": sampling.model_dump()}),
-            prompts, responses, scores, routes, self.weight_version,
+            header.model_copy(
+                update={
+                    "source": "rollout",
+                    "producer": self.name,
+                    "model_id": self.model_id,
+                    "sampling": sampling.model_dump(),
+                }
+            ),
+            prompts,
+            responses,
+            scores,
+            routes,
+            self.weight_version,
         )
-        result = RolloutResult(tuple(responses), tuple(scores), trace, self.weight_version, time.perf_counter() - started)
+        result = RolloutResult(
+            tuple(responses), tuple(scores), trace, self.weight_version, time.perf_counter() - started
+        )
         return self._rescored(result, prompts, sampling, uids) if self.config.zero_mismatch else result
 
     def _sample(
@@ -132,8 +146,14 @@ class HFRollout:
         mask = batch.response_mask
         scores = tuple(tuple(again.logprobs[i][mask[i]].tolist()) for i in range(len(batch)))
         header = again.trace.header.model_copy(update={"source": "rollout", "sampling": sampling.model_dump()})
-        trace = RouteTrace(header, again.trace.experts, again.trace.offsets, again.trace.status,
-                           token_ids=again.trace.token_ids, policy_version=result.trace.policy_version)
+        trace = RouteTrace(
+            header,
+            again.trace.experts,
+            again.trace.offsets,
+            again.trace.status,
+            token_ids=again.trace.token_ids,
+            policy_version=result.trace.policy_version,
+        )
         return RolloutResult(result.responses, scores, trace, result.weight_version, result.seconds)
 
     def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
@@ -144,8 +164,12 @@ class HFRollout:
 
 
 def pack_rollout(
-    header: Any, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]],
-    routes: Sequence[np.ndarray], version: int,
+    header: Any,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+    routes: Sequence[np.ndarray],
+    version: int,
 ) -> RouteTrace:
     """A rollout trace from `[P + R - 1, L, K]` routes a sequence: the last token of each has none."""
     lengths = np.array([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)])
@@ -159,7 +183,12 @@ def pack_rollout(
         [np.concatenate([np.full(len(p), np.nan), r]) for p, r in zip(prompts, logprobs, strict=True)]
     ).astype(np.float32)
     return RouteTrace.from_packed(
-        header, experts, lengths, status, token_ids=tokens, logprobs=logp,
+        header,
+        experts,
+        lengths,
+        status,
+        token_ids=tokens,
+        logprobs=logp,
         policy_version=np.full(len(tokens), version, dtype=np.int64),
     )
 

@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from rar_lib.checkpoint import load_model
 from rar_lib.config import AlgorithmConfig, TrainerConfig
 from rar_lib.engines.base import LogprobResult, NamedTensors, Objective, Replay, TokenBatch, UpdateResult
-from rar_lib.engines.capture import RouteCollector
+from rar_lib.engines.capture import open_routes, route_counts
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.errors import EngineError
-from rar_lib.replay.contexts import recording, replaying
 
 
 class HFTrainer:
@@ -35,7 +34,12 @@ class HFTrainer:
     name = "hf"
 
     def __init__(self, path: Path, config: TrainerConfig, algorithm: AlgorithmConfig) -> None:
-        sizes = (config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, config.expert_tensor_parallel)
+        sizes = (
+            config.tensor_parallel,
+            config.pipeline_parallel,
+            config.expert_parallel,
+            config.expert_tensor_parallel,
+        )
         if sizes != (1, 1, 1, 1):
             raise EngineError(f"trainer.engine hf runs in one process; found parallel sizes (TP, PP, EP, ETP) {sizes}")
         self.config, self.algorithm, self.model_id = config, algorithm, path.name
@@ -43,12 +47,9 @@ class HFTrainer:
         if config.recompute:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()  # Transformers recomputes in training mode only; the supported models have no dropout
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=algorithm.lr, weight_decay=algorithm.weight_decay)
-
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Nothing to hold."""
-        yield
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=algorithm.lr, weight_decay=algorithm.weight_decay
+        )
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
         # Sequences are right-padded and attention is causal: padding cannot reach a token, so no mask is needed.
@@ -57,14 +58,19 @@ class HFTrainer:
             return self.model(input_ids=tokens, use_cache=False).logits
 
     def logprobs(
-        self, batch: TokenBatch, *, temperature: float, replay: Replay | None = None, capture: bool = False,
+        self,
+        batch: TokenBatch,
+        *,
+        temperature: float,
+        replay: Replay | None = None,
+        capture: bool = False,
         micro_batch_size: int | None = None,
     ) -> LogprobResult:
         """See `Trainer.logprobs`."""
         out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         mask = batch.response_mask
-        with torch.no_grad(), _routes(self.model, replay, capture) as (forced, collector):
-            for rows in torch.arange(len(batch)).split(micro_batch_size or self.config.micro_batch_size):
+        with torch.no_grad(), open_routes(self.model, replay, capture) as (forced, collector):
+            for rows in batch.micro_batches(micro_batch_size or self.config.micro_batch_size):
                 if forced is not None:
                     forced.focus(rows)
                 logits = self._logits(batch.tokens[rows])
@@ -72,17 +78,19 @@ class HFTrainer:
                 if collector is not None:
                     collector.take(rows)
         trace = collector.trace(batch, "old", self.name, self.model_id) if collector is not None else None
-        return LogprobResult(out, trace, *_counts(forced))
+        return LogprobResult(out, trace, *route_counts(forced))
 
-    def update(self, batch: TokenBatch, objective: Objective, *, temperature: float, replay: Replay | None = None) -> UpdateResult:
+    def update(
+        self, batch: TokenBatch, objective: Objective, *, temperature: float, replay: Replay | None = None
+    ) -> UpdateResult:
         """See `Trainer.update`."""
         mask = batch.response_mask
         tokens = int(mask.sum())
         out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         loss, statistics = 0.0, {}
         self.optimizer.zero_grad()
-        with _routes(self.model, replay, capture=False) as (forced, _):
-            for rows in torch.arange(len(batch)).split(self.config.micro_batch_size):
+        with open_routes(self.model, replay, capture=False) as (forced, _):
+            for rows in batch.micro_batches(self.config.micro_batch_size):
                 if forced is not None:
                     forced.focus(rows)
                 logp = response_logprobs(self._logits(batch.tokens[rows]), batch.tokens[rows], mask[rows], temperature)
@@ -96,7 +104,7 @@ class HFTrainer:
         if not torch.isfinite(norm):
             raise EngineError(f"gradient norm is {float(norm)} at a loss of {loss}: the update was not taken")
         self.optimizer.step()
-        return UpdateResult(loss, float(norm), out, statistics, *_counts(forced))
+        return UpdateResult(loss, float(norm), out, statistics, *route_counts(forced))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Trainer.weights`."""
@@ -117,7 +125,8 @@ class HFTrainer:
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(tensors[f"model.{name}"])
                 moments = {
-                    key.split(".", 2)[1]: value.clone() for key, value in tensors.items()
+                    key.split(".", 2)[1]: value.clone()
+                    for key, value in tensors.items()
                     if key.startswith("optimizer.") and key.split(".", 2)[2] == name
                 }
                 if moments:
@@ -154,16 +163,3 @@ def load_hf_weights(model: Any, weights: NamedTensors) -> None:
             parameter[expert].copy_(torch.cat([given.pop(n) for n in names]))
     if given:
         raise EngineError(f"weights that the model does not have: {sorted(given)[:5]}")
-
-
-@contextlib.contextmanager
-def _routes(model: Any, replay: Replay | None, capture: bool) -> Iterator[tuple[Any, RouteCollector | None]]:
-    """Open replaying, and inside it recording, as asked for."""
-    with contextlib.ExitStack() as stack:
-        forced = stack.enter_context(replaying(model, replay.trace, replay.planned)) if replay is not None else None
-        collector = RouteCollector(stack.enter_context(recording(model))) if capture else None
-        yield forced, collector
-
-
-def _counts(forced: Any) -> tuple[int, int]:
-    return (0, 0) if forced is None else (forced.forced_cells, forced.changed_cells)

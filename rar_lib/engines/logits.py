@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def response_logprobs(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
+def response_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, temperature: float
+) -> torch.Tensor:
     """Log-probs of the masked tokens.
 
     Args:

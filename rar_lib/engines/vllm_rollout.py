@@ -66,7 +66,9 @@ class VLLMRollout:
 
     def __init__(self, path: Path, config: RolloutConfig, eos_id: int, pad_id: int) -> None:
         self.config, self.eos_id, self.pad_id = config, eos_id, pad_id
-        self.header = router_header(path).model_copy(update={"source": "rollout", "producer": "vllm", "model_id": path.name})
+        self.header = router_header(path).model_copy(
+            update={"source": "rollout", "producer": "vllm", "model_id": path.name}
+        )
         self.max_length = min(int(load_model_config(path).max_position_embeddings), MAX_BATCHED_TOKENS)
         with _foreign_seeds_undone(), _quiet_import():
             self.llm = _create(path, config.dtype, self.max_length)
@@ -80,7 +82,9 @@ class VLLMRollout:
     def reconfigure(self, config: RolloutConfig) -> None:
         """Another precision or sampling for the same engine; the dtype is fixed at creation."""
         if config.dtype != self.config.dtype:
-            raise EngineError(f"rollout.dtype: this engine was created with {self.config.dtype}, asked for {config.dtype}")
+            raise EngineError(
+                f"rollout.dtype: this engine was created with {self.config.dtype}, asked for {config.dtype}"
+            )
         self.config = config
 
     def _make_probe(self) -> TokenBatch:
@@ -88,7 +92,9 @@ class VLLMRollout:
         config = load_model_config(Path(self.llm.llm_engine.model_config.model))
         rng = np.random.default_rng(0)
         rows = rng.integers(0, config.vocab_size, (8, 12)).tolist()
-        return TokenBatch.pack([r[:2] for r in rows], [r[2:] for r in rows], [str(i) for i in range(8)], range(8), self.pad_id)
+        return TokenBatch.pack(
+            [r[:2] for r in rows], [r[2:] for r in rows], [str(i) for i in range(8)], range(8), self.pad_id
+        )
 
     # ---------------------------------------------------------------- weights
 
@@ -132,10 +138,15 @@ class VLLMRollout:
         started = time.perf_counter()
         for uid, prompt in zip(uids, prompts, strict=True):
             if len(prompt) + sampling.max_new_tokens > self.max_length:
-                raise EngineError(f"prompt {uid}: {len(prompt)} + {sampling.max_new_tokens} tokens exceed the model's {self.max_length}")
+                raise EngineError(
+                    f"prompt {uid}: {len(prompt)} + {sampling.max_new_tokens} tokens exceed the model's {self.max_length}"
+                )
         params = SamplingParams(
-            temperature=sampling.temperature, max_tokens=sampling.max_new_tokens, logprobs=0,
-            stop_token_ids=[self.eos_id], detokenize=False,
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_new_tokens,
+            logprobs=0,
+            stop_token_ids=[self.eos_id],
+            detokenize=False,
         )
         outputs = []
         for number, wave in enumerate(_waves([len(p) for p in prompts])):
@@ -162,7 +173,12 @@ class VLLMRollout:
             raise EngineError(f"prompt {uid}: vLLM returned no routes")
         routed = np.asarray(routed)
         layers = self.header.moe_layers
-        if routed.ndim != 3 or len(routed) != rows or routed.shape[1] <= layers[-1] or routed.shape[2] != self.header.top_k:
+        if (
+            routed.ndim != 3
+            or len(routed) != rows
+            or routed.shape[1] <= layers[-1]
+            or routed.shape[2] != self.header.top_k
+        ):
             raise EngineError(
                 f"prompt {uid}: expected routes [{rows}, more than {layers[-1]} layers, {self.header.top_k}], found {routed.shape}"
             )
@@ -177,7 +193,9 @@ class VLLMRollout:
         from vllm import SamplingParams
 
         if sampling.temperature != 1.0:
-            raise EngineError(f"vLLM scores given tokens at temperature 1 only; sampling.temperature is {sampling.temperature}")
+            raise EngineError(
+                f"vLLM scores given tokens at temperature 1 only; sampling.temperature is {sampling.temperature}"
+            )
         params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         rows = [batch.tokens[i, : batch.lengths[i]].tolist() for i in range(len(batch))]
         outputs = [out for wave in _waves([len(r) for r in rows]) for out in self._run([rows[i] for i in wave], params)]
@@ -219,7 +237,9 @@ def _create(path: Path, dtype: str, max_length: int) -> Any:
     try:
         from vllm import LLM
     except ImportError as error:
-        raise EngineError(f"rollout.engine vllm: vLLM is not installed ({error}); install the extra rar-lib[vllm]") from None
+        raise EngineError(
+            f"rollout.engine vllm: vLLM is not installed ({error}); install the extra rar-lib[vllm]"
+        ) from None
     try:
         return LLM(
             model=str(path),

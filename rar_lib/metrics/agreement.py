@@ -154,8 +154,11 @@ def churn_matrix(a: RouteTrace, b: RouteTrace) -> np.ndarray:
     return out / np.maximum(count, 1)[:, None, None]
 
 
-def top1_flip(ids_a: np.ndarray, gates_a: np.ndarray, ids_b: np.ndarray, gates_b: np.ndarray, known: np.ndarray) -> float | None:
+def top1_flip(
+    ids_a: np.ndarray, gates_a: np.ndarray, ids_b: np.ndarray, gates_b: np.ndarray, known: np.ndarray
+) -> float | None:
     """Share of known cells whose expert with the largest gate differs. ids, gates `[N, L, K]`; known `[N, L]` bool."""
+
     def first(ids: np.ndarray, gates: np.ndarray) -> np.ndarray:
         return np.take_along_axis(ids, gates.argmax(-1)[..., None], -1)[..., 0]
 

@@ -34,7 +34,9 @@ def _masked(*arrays: Array, mask: Array) -> list[np.ndarray]:
         values = values[keep]
         if not np.isfinite(values).all():
             where = np.argwhere(keep)[np.flatnonzero(~np.isfinite(values))[0]]
-            raise ValueError(f"log-probs: expected finite values under the mask, found one that is not at {tuple(where)}")
+            raise ValueError(
+                f"log-probs: expected finite values under the mask, found one that is not at {tuple(where)}"
+            )
         out.append(values)
     return out
 
@@ -87,7 +89,9 @@ def pearson(logp_a: Array, logp_b: Array, mask: Array) -> float | None:
     return float(np.clip(np.corrcoef(a, b)[0, 1], -1.0, 1.0))  # rounding may leave the interval by one ulp
 
 
-def mismatch(logp_a: Array, logp_b: Array, mask: Array, *, prefix: str = "", tau: float = 2.0) -> dict[str, float | None]:
+def mismatch(
+    logp_a: Array, logp_b: Array, mask: Array, *, prefix: str = "", tau: float = 2.0
+) -> dict[str, float | None]:
     """Every token statistic of METRICS section 1 for one pair.
 
     Args:
@@ -154,7 +158,9 @@ def factorisation(
     return log_ratio(logp_new, logp_rollout, mask), engines, drift
 
 
-def noise_floor(logp_once: Array, logp_again: Array, mask: Array, *, prefix: str = "noise_floor/") -> dict[str, float | None]:
+def noise_floor(
+    logp_once: Array, logp_again: Array, mask: Array, *, prefix: str = "noise_floor/"
+) -> dict[str, float | None]:
     """The disagreement of one engine with itself on the same tokens.
 
     For a rollout engine: log-probs while decoding against its own re-scoring. For a trainer: the same batch under

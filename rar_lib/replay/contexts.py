@@ -87,7 +87,9 @@ class Recording:
         mask = self._inputs[-1][1]
         keep = torch.ones_like(tokens) if mask is None else mask
         if keep.shape != tokens.shape:
-            raise ReplayError(f"attention_mask: expected the shape of all tokens seen, {tuple(tokens.shape)}, found {tuple(keep.shape)}")
+            raise ReplayError(
+                f"attention_mask: expected the shape of all tokens seen, {tuple(tokens.shape)}, found {tuple(keep.shape)}"
+            )
         inside = keep.bool().cpu()
         lengths = inside.sum(1).numpy()
         shape = (len(tokens), int(lengths.max(initial=0)))
@@ -130,7 +132,9 @@ class Replaying:
             ("MoE layers", mine.moe_layers, theirs.moe_layers),
         ):
             if expected != found:
-                raise ReplayError(f"trace and model differ in {name}: expected {expected} (model), found {found} (trace)")
+                raise ReplayError(
+                    f"trace and model differ in {name}: expected {expected} (model), found {found} (trace)"
+                )
         experts, _ = trace.to_padded()
         if planned is not None:
             if planned.shape != trace.experts.shape[:2] or planned.dtype != bool:

@@ -48,7 +48,13 @@ class SelectionPoint:
     """
 
     def __init__(self, layer: int, num_experts: int, top_k: int, row_order: RowOrder, owner: str) -> None:
-        self.layer, self.num_experts, self.top_k, self.row_order, self.owner = layer, num_experts, top_k, row_order, owner
+        self.layer, self.num_experts, self.top_k, self.row_order, self.owner = (
+            layer,
+            num_experts,
+            top_k,
+            row_order,
+            owner,
+        )
         self.selectors: list[Selector] = []
         self.forwards = 0  # since the last `begin`
         self._used: torch.Tensor | None = None
@@ -146,7 +152,9 @@ class _TransformersPoints:
                 experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
                 k = _first(config, "num_experts_per_tok", "moe_k")
                 if number is None or experts is None or k is None:
-                    raise ReplayError(f"router {name} ({type(module).__name__}): its layer number, experts or top-k are not known")
+                    raise ReplayError(
+                        f"router {name} ({type(module).__name__}): its layer number, experts or top-k are not known"
+                    )
                 self.points.append(SelectionPoint(int(number.group(1)), experts, k, "batch", type(module).__name__))
                 self.routers.append(module)
 

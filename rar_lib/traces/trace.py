@@ -45,7 +45,9 @@ class TraceHeader(BaseModel):
 
     num_experts: int = Field(gt=0, description="E, routed experts a layer")
     top_k: int = Field(gt=0, description="K, experts a token")
-    moe_layers: tuple[int, ...] = Field(min_length=1, description="transformer layer numbers (from 0) of the layer axis")
+    moe_layers: tuple[int, ...] = Field(
+        min_length=1, description="transformer layer numbers (from 0) of the layer axis"
+    )
     source: Literal["rollout", "old", "new"]
     producer: str = "rar_lib"
     producer_version: str = ""
@@ -60,7 +62,9 @@ class TraceHeader(BaseModel):
         if list(self.moe_layers) != sorted(set(self.moe_layers)) or self.moe_layers[0] < 0:
             raise ValueError(f"moe_layers must rise strictly from 0 or more, found {self.moe_layers}")
         if self.schema_version != SCHEMA_VERSION:
-            raise ValueError(f"schema_version {self.schema_version} is not the one this library reads ({SCHEMA_VERSION})")
+            raise ValueError(
+                f"schema_version {self.schema_version} is not the one this library reads ({SCHEMA_VERSION})"
+            )
         return self
 
     @property
@@ -330,7 +334,9 @@ class RouteTrace:
         first = traces[0]
         for i, trace in enumerate(traces):
             if trace.header != first.header:
-                raise TraceError(f"traces: the header of trace {i} differs: {trace.header!r}, expected {first.header!r}")
+                raise TraceError(
+                    f"traces: the header of trace {i} differs: {trace.header!r}, expected {first.header!r}"
+                )
             if trace._optional_names() != first._optional_names():
                 raise TraceError(
                     f"traces: trace {i} carries {trace._optional_names()}, expected {first._optional_names()}"
@@ -396,7 +402,9 @@ class RouteTrace:
             raise TraceError(f"{path}: header: {error}") from error
         allowed = {"experts", "offsets", "status", *TOKEN_ARRAYS, *ROUTE_AXES}
         if not {"experts", "offsets", "status"} <= set(arrays) <= allowed:
-            raise TraceError(f"{path}: expected arrays experts, offsets, status and some of {sorted(allowed)}, found {sorted(arrays)}")
+            raise TraceError(
+                f"{path}: expected arrays experts, offsets, status and some of {sorted(allowed)}, found {sorted(arrays)}"
+            )
         return cls(header, **arrays, _stored_sha256=metadata["payload_sha256"])
 
     def verify(self) -> None:
@@ -412,9 +420,13 @@ class RouteTrace:
     def equals(self, other: RouteTrace) -> bool:
         """True if header and every array are equal, bit for bit (NaN equals NaN)."""
         mine, theirs = self._arrays(), other._arrays()
-        return self.header == other.header and mine.keys() == theirs.keys() and all(
-            a.dtype == theirs[n].dtype and a.shape == theirs[n].shape and a.tobytes() == theirs[n].tobytes()
-            for n, a in mine.items()
+        return (
+            self.header == other.header
+            and mine.keys() == theirs.keys()
+            and all(
+                a.dtype == theirs[n].dtype and a.shape == theirs[n].shape and a.tobytes() == theirs[n].tobytes()
+                for n, a in mine.items()
+            )
         )
 
     # ---------------------------------------------------------------- showing

@@ -1,0 +1,120 @@
+"""What Megatron-Core 0.16 needs to run without a GPU and without Transformer Engine. Off where CUDA is present.
+
+Megatron names the device "cuda" in schedules, buffers and the optimizer. Here those names are mapped to the CPU for the
+duration of a `with without_cuda()`, and nothing outside it is touched, so that vLLM in the same process is unaffected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from rar_lib.errors import EngineError
+
+
+class _CudaNamesToCpu(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and any(_is_cuda(a) for a in args[1:]):
+            args = (args[0], *("cpu" if _is_cuda(a) else a for a in args[1:]))
+        out = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1:  # the optimizer asserts these names
+            return out.replace("torch.", "torch.cuda.", 1)
+        return out
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+@contextlib.contextmanager
+def without_cuda() -> Iterator[None]:
+    """Map Megatron's device names to the CPU while it builds, computes or steps."""
+    if torch.cuda.is_available():
+        yield
+        return
+    random = import_megatron().tensor_parallel.random
+    with (
+        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(torch.cuda, "synchronize", lambda *_: None),
+        mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        mock.patch.object(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        _CudaNamesToCpu(),
+    ):
+        yield
+
+
+def import_megatron() -> Any:
+    """The module megatron.core, with its compiled helpers left uncompiled on a CPU.
+
+    Raises:
+        EngineError: if Megatron-Core is not installed.
+    """
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    try:
+        import megatron.core.jit as jit
+
+        if not torch.cuda.is_available():
+            jit.disable_jit_fuser()  # decorators are applied at import, so this comes before everything else
+        import megatron.core
+        import megatron.core.tensor_parallel.random
+    except ImportError as error:
+        raise EngineError(
+            f"trainer.engine megatron: Megatron-Core is not installed ({error}); install the extra rar-lib[megatron]"
+        ) from None
+    return megatron.core
+
+
+def start_parallel_state(tensor: int, pipeline: int, expert: int, expert_tensor: int) -> None:
+    """Bring up torch.distributed (gloo on a CPU, NCCL on GPUs) and Megatron's process groups for these sizes.
+
+    A group of one process is made in memory, without a port. Groups that exist with the same sizes are kept.
+    """
+    core = import_megatron()
+    state = core.parallel_state
+    if not torch.distributed.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ:
+            torch.distributed.init_process_group(backend)
+        else:
+            torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    sizes = (tensor, pipeline, expert, expert_tensor)
+    if state.model_parallel_is_initialized():
+        present = (
+            state.get_tensor_model_parallel_world_size(),
+            state.get_pipeline_model_parallel_world_size(),
+            state.get_expert_model_parallel_world_size(),
+            state.get_expert_tensor_parallel_world_size(),
+        )
+        if present == sizes:
+            return
+        state.destroy_model_parallel()
+    with without_cuda():
+        state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=expert_tensor,
+        )
+        core.tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=not torch.cuda.is_available())
+
+
+def stop_parallel_state() -> None:
+    """Forget Megatron's process groups, if there are any."""
+    state = import_megatron().parallel_state
+    if state.model_parallel_is_initialized():
+        state.destroy_model_parallel()

@@ -1,0 +1,122 @@
+"""EngineSession: who owns the engines of a process.
+
+vLLM tolerates one engine a process and takes torch.distributed (and any Megatron model) down with it, so one session
+creates it, several runs share it by pushing their own weights, and it goes last. A run in a shared session computes what
+it computes alone: trainers are built anew from the checkpoint for each run, rollouts are reseeded at every step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from rar_lib.config import JobConfig
+from rar_lib.engines.base import Rollout, Trainer
+from rar_lib.errors import EngineError
+
+
+def available(engine: str) -> bool:
+    """Whether an engine's package is installed, without importing it."""
+    package = {"vllm": "vllm", "megatron": "megatron.core"}.get(engine)
+    if package is None:
+        return True
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def resolve_engines(config: JobConfig, say: Callable[[str], None] = print) -> JobConfig:
+    """Replace `auto` by the real engine where it is installed, else by `hf`, and say so in one line."""
+    choice = {"rollout": config.rollout.engine, "trainer": config.trainer.engine}
+    if "auto" not in choice.values():
+        return config
+    real = {"rollout": "vllm", "trainer": "megatron"}
+    missing = [real[part] for part, engine in choice.items() if engine == "auto" and not available(real[part])]
+    chosen = {p: (real[p] if available(real[p]) else "hf") if e == "auto" else e for p, e in choice.items()}
+    if config.rollout.zero_mismatch or config.rollout.router_noise:
+        chosen["rollout"] = "hf"
+    if missing:
+        say(f"engine auto: {' and '.join(missing)} not installed, falling back to hf")
+    return config.model_copy(
+        update={part: getattr(config, part).model_copy(update={"engine": engine}) for part, engine in chosen.items()}
+    )
+
+
+class EngineSession:
+    """Engines of this process; a context manager.
+
+    Raises:
+        EngineError: when a second session asks for vLLM while the first still holds it.
+    """
+
+    _vllm_owner: ClassVar[EngineSession | None] = None
+
+    def __init__(self) -> None:
+        self._vllm: Any = None
+        self._key: tuple[str, str] | None = None
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # several threads on a few shared cores cost more than they bring at this size
+
+    def open(self, config: JobConfig, path: Path, eos_id: int, pad_id: int) -> tuple[Rollout, Trainer]:
+        """A rollout and a fresh trainer, both at the checkpoint's weights (version 0), for a config without `auto`."""
+        if config.rollout.engine == "vllm":  # before Megatron: creating vLLM may restart torch.distributed
+            self._require_vllm(config, path, eos_id, pad_id)
+        trainer = self.trainer(config, path)
+        if config.rollout.engine == "vllm":
+            self._vllm.reconfigure(config.rollout)
+            self._vllm.check_sync(trainer.weights())
+            rollout: Rollout = self._vllm
+        else:
+            from rar_lib.engines.hf_rollout import HFRollout
+
+            rollout = HFRollout(path, config.rollout, eos_id, pad_id, trainer)
+        rollout.load_weights(trainer.weights(), 0)
+        return rollout, trainer
+
+    def trainer(self, config: JobConfig, path: Path) -> Trainer:
+        """A fresh trainer at the checkpoint's weights."""
+        if config.trainer.engine == "megatron":
+            from rar_lib.engines.megatron_trainer import MegatronTrainer
+
+            return MegatronTrainer(path, config.trainer, config.algorithm)
+        from rar_lib.engines.hf_trainer import HFTrainer
+
+        return HFTrainer(path, config.trainer, config.algorithm)
+
+    def _require_vllm(self, config: JobConfig, path: Path, eos_id: int, pad_id: int) -> None:
+        key = (str(path), config.rollout.dtype)
+        if key == self._key:
+            return
+        owner = EngineSession._vllm_owner
+        if owner is not None and owner is not self:
+            raise EngineError(
+                "another EngineSession of this process holds vLLM, which tolerates one engine a process; close it first"
+            )
+        self.close()
+        from rar_lib.engines.vllm_rollout import VLLMRollout
+
+        self._vllm = VLLMRollout(path, config.rollout, eos_id, pad_id)
+        self._key, EngineSession._vllm_owner = key, self
+
+    def close(self) -> None:
+        """Shut down what this session holds. Trainers that it handed out must not be used afterwards."""
+        if self._vllm is None:
+            return
+        if available("megatron"):
+            from rar_lib.engines.megatron_cpu import stop_parallel_state
+
+            stop_parallel_state()
+        self._vllm.shutdown()
+        self._vllm, self._key, EngineSession._vllm_owner = None, None, None
+
+    def __enter__(self) -> EngineSession:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

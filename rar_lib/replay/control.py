@@ -1,0 +1,48 @@
+"""The negative control: deliberately wrong routes must move the output, or replay is not live.
+
+A fused router, a renamed class or a hook on the wrong tensor turns replay into a no-op without a word, and the run then
+reports how well "R3" does. So every run begins by replaying, on one batch, sets that share no expert with the record
+(as far as E allows), and looks whether any log-prob changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from rar_lib.errors import ReplayError
+from rar_lib.traces.trace import RouteTrace
+
+
+def wrong_routes(trace: RouteTrace) -> RouteTrace:
+    """The same cells with other experts: K of those that were not chosen, then chosen ones if too few are left.
+
+    Raises:
+        ReplayError: at K = E, where no other set exists.
+    """
+    header = trace.header
+    experts, k = header.num_experts, header.top_k
+    if k == experts:
+        raise ReplayError(
+            f"every router uses all {experts} experts: there are no wrong routes, and replay has no effect"
+        )
+    chosen = np.zeros((*trace.experts.shape[:2], experts), dtype=bool)
+    np.put_along_axis(chosen, trace.experts.astype(np.int64), True, axis=-1)
+    others = np.argsort(chosen, axis=-1, kind="stable")[..., :k]  # False sorts first
+    wrong = np.where(trace.recorded[..., None], others, 0).astype(trace.experts.dtype)
+    return replace(trace, experts=wrong)
+
+
+def require_live(native: np.ndarray, wrong: np.ndarray) -> float:
+    """Mean |Δ log-prob| between a native pass and one under wrong routes.
+
+    Raises:
+        ReplayError: if nothing changed.
+    """
+    moved = float(np.abs(np.asarray(wrong, np.float64) - np.asarray(native, np.float64)).mean())
+    if moved == 0:
+        raise ReplayError(
+            "negative control: replaying deliberately wrong experts changed no log-prob, so replay is not live"
+        )
+    return moved

@@ -1,0 +1,1 @@
+"""How to learn: advantages, objectives and corrections, one small file each."""

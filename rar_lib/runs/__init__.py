@@ -1,0 +1,1 @@
+"""Where it lies: run folders and what is made of them."""

