@@ -25,7 +25,16 @@ import torch
 from rar_lib import measure
 from rar_lib.checkpoint import digest_checkpoint, load_tokenizer, resolve_checkpoint
 from rar_lib.config import JobConfig
-from rar_lib.engines.base import LogprobResult, Objective, Replay, Rollout, RolloutResult, TokenBatch, Trainer
+from rar_lib.engines.base import (
+    LogprobResult,
+    Objective,
+    Replay,
+    Rollout,
+    RolloutResult,
+    TokenBatch,
+    Trainer,
+    UpdateResult,
+)
 from rar_lib.engines.session import EngineSession, resolve_engines
 from rar_lib.errors import EngineError, ReplayError
 from rar_lib.metrics.mismatch import noise_floor
@@ -98,7 +107,7 @@ def run_job(
 
 def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, store: RunStore, show: Style) -> None:
     """The loop."""
-    mode, policy, algorithm = MODES[config.router_replay.arm], get_policy(config.router_replay.policy), config.algorithm
+    mode, policy = MODES[config.router_replay.arm], get_policy(config.router_replay.policy)
     tokenizer = load_tokenizer(path)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     rollout, trainer = engines.open(config, path, eos, eos if pad is None else pad)
@@ -150,7 +159,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
 
         # 3. Learn: one optimizer step on each share of the prompts, replaying what the mode says.
         update_replay = planned(mode.update_record(traces))
-        updates = []
+        updates: list[tuple[torch.Tensor, UpdateResult]] = []
         for share in batch.update_shares():
             result = trainer.update(
                 batch.select(share),

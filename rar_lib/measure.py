@@ -90,10 +90,11 @@ def paired_by_prompt(
     rows = []
     for group in batch.groups.unique().tolist():
         members = (batch.groups == group).numpy()
+        uid = batch.uids[int(members.argmax())].rpartition("/")[0]
         rows.append(
             {
                 "step": step,
-                "prompt": int(group),
+                "prompt": uid,
                 "tokens": int(mask[members].sum()),
                 "cells": int(cells[members].sum()),
                 "flips": int(flips[members].sum()),

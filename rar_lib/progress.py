@@ -67,4 +67,6 @@ def progress(name: str, total: int, start: int = 0, style: Style = "auto") -> Pr
     """A progress display for a run of `total` steps of which `start` are done."""
     if style == "auto":
         style = "bar" if in_notebook() else "log"
-    return {"bar": lambda: _Bar(name, total, start), "log": lambda: _Log(name, total), "none": _Silent}[style]()
+    if style == "bar":
+        return _Bar(name, total, start)
+    return _Log(name, total) if style == "log" else _Silent()

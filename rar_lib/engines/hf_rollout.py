@@ -214,7 +214,7 @@ def noisy_linear(module: torch.nn.Module, scale: float) -> Iterator[None]:
         with Noise():
             return inner(*args, **kwargs)
 
-    module.forward = call  # type: ignore[method-assign]
+    module.forward = call
     try:
         yield
     finally:

@@ -87,7 +87,7 @@ class HFTrainer:
         mask = batch.response_mask
         tokens = int(mask.sum())
         out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-        loss, statistics = 0.0, {}
+        loss, statistics = 0.0, dict[str, float]()
         self.optimizer.zero_grad()
         with open_routes(self.model, replay, capture=False) as (forced, _):
             for rows in batch.micro_batches(self.config.micro_batch_size):

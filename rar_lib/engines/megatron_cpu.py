@@ -10,7 +10,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -48,14 +47,21 @@ def without_cuda() -> Iterator[None]:
         yield
         return
     random = import_megatron().tensor_parallel.random
-    with (
-        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        mock.patch.object(torch.cuda, "synchronize", lambda *_: None),
-        mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
-        mock.patch.object(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-        _CudaNamesToCpu(),
-    ):
-        yield
+    stand_ins: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "synchronize", lambda *_: None),
+        (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+    ]
+    before = [getattr(owner, name) for owner, name, _ in stand_ins]
+    for owner, name, stand_in in stand_ins:
+        setattr(owner, name, stand_in)
+    try:
+        with _CudaNamesToCpu():
+            yield
+    finally:
+        for (owner, name, _), function in zip(stand_ins, before, strict=True):
+            setattr(owner, name, function)
 
 
 def import_megatron() -> Any:

@@ -53,7 +53,7 @@ class Agreement:
     @property
     def flipped(self) -> np.ndarray:
         """`[N, L]` bool: the sets differ (false where unknown)."""
-        return self.known & (self.shared < self.top_k)
+        return np.asarray(self.known & (self.shared < self.top_k))
 
     @property
     def full_rows(self) -> np.ndarray:

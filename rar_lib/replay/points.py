@@ -133,7 +133,7 @@ class _InterceptTopK(TorchFunctionMode):
         self.calls += 1
         values, native = out
         values, ids = _gather(scores, values, native, point.select(scores, native))
-        return torch.return_types.topk((values, ids))  # type: ignore[attr-defined]
+        return torch.return_types.topk((values, ids))
 
 
 class _TransformersPoints:
@@ -163,7 +163,7 @@ class _TransformersPoints:
         if self._open == 1:
             self._before = [router.__dict__.get("forward") for router in self.routers]
             for point, router in zip(self.points, self.routers, strict=True):
-                router.forward = _wrapped(point, router.forward)  # type: ignore[method-assign]
+                router.forward = _wrapped(point, router.forward)
 
     def detach(self) -> None:
         self._open -= 1

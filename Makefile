@@ -1,0 +1,55 @@
+# make setup | demo | test | lab | clean. Everything lives in .venv; nothing else on the machine is touched.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/^\# \(torch==.*\)/\1/p' requirements.lock)
+STAMP := $(VENV)/.installed
+# One OpenMP thread: on a few shared cores more of them cost many times what they bring.
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export JUPYTER_PLATFORM_DIRS := 1
+
+# The first interpreter that really is a CPython 3.11; override with make PYTHON=...
+PYTHON ?= $(shell for p in python3.11 python3 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+
+.PHONY: help setup demo test lab clean
+help:
+	@echo "make setup   environment in $(VENV) from requirements.lock"
+	@echo "make demo    the quickstart on vLLM and Megatron-Core: none, R2 and R3"
+	@echo "make test    ruff, types, pytest, nbval"
+	@echo "make lab     JupyterLab on 127.0.0.1 in notebooks/"
+	@echo "make clean   remove $(VENV) and caches; runs in data/runs stay"
+
+setup: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null \
+		|| { echo "rar needs CPython 3.11; found $(or $(PYTHON),none). Install it, or: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null \
+		|| { echo "rar needs the venv module of $(PYTHON) (on Debian: the package python3.11-venv)" >&2; exit 1; }
+	@[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV)
+	@echo "installing $(TORCH)"
+	@$(BIN)/python -m pip install --quiet --constraint requirements.lock "$(TORCH)"
+	@echo "installing requirements.lock"
+	@$(BIN)/python -m pip install --quiet --no-deps --requirement requirements.lock
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/rar demo
+
+test: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --nbval-lax --nbval-cell-timeout=900 -W default notebooks/01_quickstart.ipynb
+
+lab: $(STAMP)
+	$(BIN)/jupyter lab --ip=127.0.0.1 --notebook-dir=notebooks
+
+clean:
+	rm -rf $(VENV) build *.egg-info .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,132 @@
+"""House style: Okabe-Ito colours, one colour and marker a policy, seeded bootstrap bands, and saving.
+
+Functions here return artists or paths and change no global state: the style is applied around each figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+
+OKABE_ITO = {
+    "black": "#000000",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "green": "#009E73",
+    "yellow": "#F0E442",
+    "blue": "#0072B2",
+    "vermillion": "#D55E00",
+    "purple": "#CC79A7",
+    "grey": "#7F7F7F",
+}
+POLICY_COLOUR = {"none": OKABE_ITO["vermillion"], "R2": OKABE_ITO["orange"], "R3": OKABE_ITO["blue"]}
+POLICY_MARKER = {"none": "o", "R2": "s", "R3": "^"}
+COLUMN_WIDTH = 3.5  # inches
+PAGE_WIDTH = 7.0
+RC: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "legend.fontsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "figure.dpi": 110,
+    "savefig.dpi": 200,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "rar",
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4,
+}
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Seaborn's ticks style with the house's sizes, undone on exit."""
+    with sns.axes_style("ticks"), mpl.rc_context(RC):
+        yield
+
+
+def new_figure(width: float = COLUMN_WIDTH, height: float = 2.6) -> tuple[Figure, Any]:
+    """A figure with one axes; closed for pyplot, so that a notebook shows it only where it is asked to."""
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
+    plt.close(figure)
+    sns.despine(ax=axes)
+    return figure, axes
+
+
+def policies(table: pd.DataFrame) -> list[str]:
+    """The policies of a table in the house's order.
+
+    Raises:
+        ValueError: for a policy without a colour.
+    """
+    found = set(table["policy"])
+    unknown = found - set(POLICY_COLOUR)
+    if unknown:
+        raise ValueError(f"policy: expected one of {', '.join(POLICY_COLOUR)}, found {', '.join(sorted(unknown))}")
+    return [name for name in POLICY_COLOUR if name in found]
+
+
+def mean_and_band(values: pd.DataFrame, *, seed: int = 0, resamples: int = 1000) -> tuple[np.ndarray, ...]:
+    """Mean over the rows of `[units, x]` and a 95 % percentile bootstrap over the units (seeds, sequences, steps).
+
+    Returns:
+        mean, low, high, each `[x]`; with one unit low = high = mean.
+    """
+    data = values.to_numpy(float)
+    mean = data.mean(0)
+    if len(data) == 1:
+        return mean, mean, mean
+    draws = np.random.default_rng(seed).integers(0, len(data), (resamples, len(data)))
+    low, high = np.percentile(data[draws].mean(1), [2.5, 97.5], axis=0)
+    return mean, low, high
+
+
+def lines_by_policy(axes: Any, table: pd.DataFrame) -> int:
+    """One line a policy over steps, with a band over seeds where there are several.
+
+    Returns:
+        The largest number of seeds of a policy.
+    """
+    most = 0
+    for name in policies(table):
+        wide = table[table["policy"] == name].pivot_table(index="seed", columns="step", values="value")
+        mean, low, high = mean_and_band(wide)
+        steps = wide.columns.to_numpy()
+        axes.plot(steps, mean, color=POLICY_COLOUR[name], marker=POLICY_MARKER[name], label=name, markevery=0.1)
+        if len(wide) > 1:
+            axes.fill_between(steps, low, high, color=POLICY_COLOUR[name], alpha=0.2, linewidth=0)
+        most = max(most, len(wide))
+    return most
+
+
+def seeds_note(axes: Any, seeds: int) -> None:
+    """Say what the band is, or that there is none."""
+    text = "n=1 seed" if seeds == 1 else f"n={seeds} seeds, 95 % bootstrap"
+    axes.annotate(text, (1, 1), xycoords="axes fraction", ha="right", va="bottom", fontsize=7, color=OKABE_ITO["grey"])
+
+
+def save_figure(figure: Figure, stem: str | Path, table: pd.DataFrame) -> list[Path]:
+    """Write PNG, SVG and the plotted table as CSV beside each other.
+
+    Args:
+        figure: what a function of this package returned.
+        stem: path without suffix.
+        table: the tidy table that the figure shows.
+    """
+    stem = Path(stem)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context(RC):
+        figure.savefig(stem.with_suffix(".png"), metadata={"Software": None})
+        figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
+    table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.6g")
+    return [stem.with_suffix(suffix) for suffix in (".png", ".svg", ".csv")]

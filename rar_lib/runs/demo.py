@@ -1,0 +1,49 @@
+"""`rar demo`: the quickstart notebook through papermill on the real engines, and where to look afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from rar_lib.checkpoint import DATA_DIR
+from rar_lib.engines.session import available
+from rar_lib.errors import EngineError
+
+NOTEBOOK = DATA_DIR.parent / "notebooks" / "01_quickstart.ipynb"
+
+
+def run_demo(out: Path, steps: int | None = None) -> Path:
+    """Execute the quickstart with `engine: real` into `out`, print its table and where its products lie.
+
+    Args:
+        out: folder for the executed notebook, figures and runs.
+        steps: RL steps a policy, by default the notebook's own.
+
+    Returns:
+        The executed notebook.
+
+    Raises:
+        EngineError: if vLLM, Megatron-Core or papermill is not installed.
+    """
+    missing = [name for name in ("vllm", "megatron") if not available(name)]
+    if missing:
+        raise EngineError(f"the demo runs on the real engines; not installed: {', '.join(missing)}")
+    try:
+        import papermill
+    except ImportError:
+        raise EngineError("the demo needs papermill; install the extra rar-lib[notebooks]") from None
+    out.mkdir(parents=True, exist_ok=True)
+    executed = out / NOTEBOOK.name
+    parameters: dict[str, object] = {"engine": "real", "runs_dir": str(out.parent), "out_dir": str(out)}
+    if steps is not None:
+        parameters["steps"] = steps
+    papermill.execute_notebook(NOTEBOOK, executed, parameters, cwd=out, progress_bar=True, kernel_name="python3")
+    table = pd.read_csv(out / "policies.csv", dtype=str)
+    print(table.to_string(index=False))
+    paired = pd.read_csv(out / "paired.csv", dtype=str)
+    print(paired.to_string(index=False))
+    print(f"executed notebook  {executed}")
+    print(f"figures            {out}/*.png, *.svg, *.csv")
+    print("run folders        " + "\n                   ".join(str(out.parent / run) for run in table["run"]))
+    return executed
