@@ -11,6 +11,7 @@ Independent random K-subsets of E experts overlap in K/E of their slots on avera
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class Agreement:
     @property
     def flipped(self) -> np.ndarray:
         """`[N, L]` bool: the sets differ (false where unknown)."""
-        return np.asarray(self.known & (self.shared < self.top_k))
+        return cast(np.ndarray, self.known & (self.shared < self.top_k))
 
     @property
     def full_rows(self) -> np.ndarray:

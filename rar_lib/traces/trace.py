@@ -80,6 +80,11 @@ def id_dtype(num_experts: int) -> np.dtype:
     raise TraceError(f"num_experts {num_experts} does not fit 32 bits")
 
 
+def _per_layer(status: np.ndarray, layers: int) -> np.ndarray:
+    """`[N, L]` status from `[N]` or `[N, L]`."""
+    return status if status.ndim == 2 else np.broadcast_to(status[:, None], (len(status), layers))
+
+
 def digest_tokens(token_ids: np.ndarray, offsets: np.ndarray) -> str:
     """SHA-256 over the lengths and ids of a packed batch, whatever integer type they are kept in."""
     sha = hashlib.sha256()
@@ -141,8 +146,7 @@ class RouteTrace:
     @property
     def recorded(self) -> np.ndarray:
         """`[N, L]` bool, true where a route was recorded."""
-        known = self.status == Status.RECORDED
-        return known if known.ndim == 2 else np.broadcast_to(known[:, None], self.experts.shape[:2])
+        return _per_layer(self.status, self.header.num_layers) == Status.RECORDED
 
     @property
     def token_digest(self) -> str | None:
@@ -155,7 +159,7 @@ class RouteTrace:
         The last token of a sequence has no route and does not count.
         """
         possible = self.num_tokens * self.header.num_layers
-        status = np.broadcast_to(self.status.reshape(len(self.status), -1), self.experts.shape[:2])
+        status = _per_layer(self.status, self.header.num_layers)
         possible -= int((status == Status.LAST).sum())
         recorded = int((status == Status.RECORDED).sum())
         if possible == 0:
@@ -240,7 +244,7 @@ class RouteTrace:
         wide = np.asarray(experts).astype(np.int64)
         status = np.asarray(status, dtype=np.uint8)
         if wide.ndim == 3 and status.shape[:1] == wide.shape[:1] and wide.shape[0] == offsets[-1]:
-            known = np.broadcast_to((status == Status.RECORDED).reshape(len(status), -1), wide.shape[:2])
+            known = _per_layer(status, wide.shape[1]) == Status.RECORDED
             out = known & ((wide < 0) | (wide >= header.num_experts)).any(-1)
             if out.any():
                 token, layer = np.argwhere(out)[0]
@@ -341,17 +345,14 @@ class RouteTrace:
                 raise TraceError(
                     f"traces: trace {i} carries {trace._optional_names()}, expected {first._optional_names()}"
                 )
-        wide = any(t.status.ndim == 2 for t in traces)
-
-        def status(trace: RouteTrace) -> np.ndarray:
-            if wide and trace.status.ndim == 1:
-                return np.repeat(trace.status[:, None], trace.header.num_layers, axis=1)
-            return trace.status
-
+        if any(t.status.ndim == 2 for t in traces):
+            status = np.concatenate([_per_layer(t.status, t.header.num_layers) for t in traces])
+        else:
+            status = np.concatenate([t.status for t in traces])
         offsets = np.concatenate([[0], np.cumsum(np.concatenate([t.lengths for t in traces]))]).astype(np.int64)
         optional = {n: np.concatenate([getattr(t, n) for t in traces]) for n in first._optional_names()}
         experts = np.concatenate([t.experts for t in traces])
-        return cls(first.header, experts, offsets, np.concatenate([status(t) for t in traces]), **optional)
+        return cls(first.header, experts, offsets, status, **optional)
 
     def with_source(self, source: Literal["rollout", "old", "new"]) -> RouteTrace:
         """The same routes under another source name."""
