@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,11 +58,19 @@ def without_cuda() -> Iterator[None]:
     for owner, name, stand_in in stand_ins:
         setattr(owner, name, stand_in)
     try:
-        with _CudaNamesToCpu():
+        with _CudaNamesToCpu(), quiet():
             yield
     finally:
         for (owner, name, _), function in zip(stand_ins, before, strict=True):
             setattr(owner, name, function)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Megatron warns a dozen times that Transformer Engine and Apex are missing; here that is meant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def import_megatron() -> Any:
@@ -72,12 +81,16 @@ def import_megatron() -> Any:
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
-        import megatron.core.jit as jit
+        with quiet():
+            import megatron.core.jit as jit
 
-        if not torch.cuda.is_available():
-            jit.disable_jit_fuser()  # decorators are applied at import, so this comes before everything else
-        import megatron.core
-        import megatron.core.tensor_parallel.random
+            if not torch.cuda.is_available():
+                jit.disable_jit_fuser()  # decorators are applied at import, so this comes before everything else
+            import megatron.core
+            import megatron.core.distributed
+            import megatron.core.models.gpt.gpt_layer_specs
+            import megatron.core.optimizer
+            import megatron.core.tensor_parallel.random
     except ImportError as error:
         raise EngineError(
             f"trainer.engine megatron: Megatron-Core is not installed ({error}); install the extra rar-lib[megatron]"

@@ -14,10 +14,12 @@ Not run on a GPU.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -283,8 +285,11 @@ def _foreign_seeds_undone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_import() -> Iterator[None]:
-    """vLLM reads its environment when it is imported."""
+    """vLLM reads its environment when it is imported; what it and its parts warn of while starting is not ours."""
     if "vllm" not in sys.modules:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-    yield
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # no Triton on a CPU, which is meant
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -11,7 +11,6 @@ Independent random K-subsets of E experts overlap in K/E of their slots on avera
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
@@ -54,12 +53,12 @@ class Agreement:
     @property
     def flipped(self) -> np.ndarray:
         """`[N, L]` bool: the sets differ (false where unknown)."""
-        return cast(np.ndarray, self.known & (self.shared < self.top_k))
+        return self.known & (self.shared < self.top_k)
 
     @property
     def full_rows(self) -> np.ndarray:
         """`[N]` bool: tokens recorded in every layer on both sides."""
-        return self.known.all(-1)
+        return np.asarray(self.known.all(-1))
 
     def layers_per_token(self) -> np.ndarray:
         """D_t, the number of layers whose sets differ, over fully recorded tokens: `[n]` int64."""
