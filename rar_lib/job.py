@@ -69,7 +69,12 @@ class RunResult:
 
     @property
     def arm(self) -> str:
+        """'none', 'R2' or 'R3'."""
         return self.summary["arm"]
+
+    def __repr__(self) -> str:
+        engines = f"{self.summary['rollout_engine']} + {self.summary['trainer_engine']}"
+        return f"RunResult({self.path.name}: {self.summary['steps']} steps on {engines})"
 
 
 def run_job(

@@ -16,7 +16,7 @@ LAYERS = [
     {"replay", "tasks", "checkpoint"},
     {"engines", "rl", "figures"},
     {"measure", "job", "runs"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 
 

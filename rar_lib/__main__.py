@@ -1,0 +1,5 @@
+"""`python -m rar_lib` is `rar`."""
+
+from rar_lib.cli import main
+
+main()

@@ -1,0 +1,94 @@
+"""Figures by their artists and data, not by pixels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_hex
+
+from rar_lib.figures import flips_by_layer, mismatch_by_step, reward_by_step, save_figure
+from rar_lib.figures.style import POLICY_COLOUR, POLICY_MARKER, mean_and_band
+
+
+def steps(policies: tuple[str, ...] = ("none", "R3"), seeds: int = 1) -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {"policy": p, "seed": s, "step": t, "value": 0.1 + t + s}
+            for p in policies
+            for s in range(seeds)
+            for t in range(4)
+        ]
+    )
+
+
+def test_one_line_a_policy_in_its_colour_and_marker() -> None:
+    (axes,) = reward_by_step(steps()).axes
+    assert [line.get_label() for line in axes.lines] == ["none", "R3"]
+    for line in axes.lines:
+        assert to_hex(line.get_color()).upper() == POLICY_COLOUR[line.get_label()]
+        assert line.get_marker() == POLICY_MARKER[line.get_label()]
+        assert line.get_ydata().tolist() == pytest.approx([0.1, 1.1, 2.1, 3.1])
+    assert not axes.collections
+    assert "n=1 seed" in [t.get_text() for t in axes.texts]
+
+
+def test_several_seeds_get_a_band() -> None:
+    (axes,) = reward_by_step(steps(seeds=3)).axes
+    assert len(axes.collections) == 2
+    assert "n=3 seeds, 95 % bootstrap" in [t.get_text() for t in axes.texts]
+
+
+@pytest.mark.parametrize(
+    ("floor", "lines", "text"),
+    [(None, 2, "noise floor not measured"), (1e-9, 2, "noise floor 1e-09, far below"), (0.05, 3, "noise floor")],
+)
+def test_the_noise_floor_is_drawn_or_said(floor: float | None, lines: int, text: str) -> None:
+    (axes,) = mismatch_by_step(steps(), floor).axes
+    assert len(axes.lines) == lines
+    assert text in [t.get_text() for t in axes.texts]
+    assert axes.get_yscale() == "log"
+
+
+def test_flips_by_layer_show_the_mean_over_steps() -> None:
+    table = pd.DataFrame(
+        [
+            {"policy": "none", "seed": 0, "step": t, "layer": layer, "value": layer + t / 10}
+            for t in range(3)
+            for layer in (1, 4)
+        ]
+    )
+    (axes,) = flips_by_layer(table).axes
+    points = axes.containers[0].lines[0]
+    assert points.get_ydata().tolist() == pytest.approx([1.1, 4.1])
+    assert axes.get_xticks().tolist() == [1, 4]
+    assert axes.get_ylim()[0] == 0
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="found R7"):
+        reward_by_step(steps(("R7",)))
+
+
+def test_bands_are_seeded_and_contain_the_mean() -> None:
+    values = pd.DataFrame(np.random.default_rng(0).normal(size=(20, 3)))
+    mean, low, high = mean_and_band(values)
+    assert (low < mean).all()
+    assert (mean < high).all()
+    assert all(np.array_equal(a, b) for a, b in zip((mean, low, high), mean_and_band(values), strict=True))
+
+
+def test_saving_writes_three_files_the_same_twice_and_leaves_the_style_alone(tmp_path: Path) -> None:
+    before = dict(mpl.rcParams)
+    table = steps()
+    for name in ("a", "b"):
+        paths = save_figure(reward_by_step(table), tmp_path / name / "reward", table)
+        assert [p.suffix for p in paths] == [".png", ".svg", ".csv"]
+    for suffix in (".png", ".svg", ".csv"):
+        one, two = ((tmp_path / n / "reward").with_suffix(suffix).read_bytes() for n in ("a", "b"))
+        assert one == two
+    assert dict(mpl.rcParams) == before
+    assert pd.read_csv(tmp_path / "a" / "reward.csv").equals(table)

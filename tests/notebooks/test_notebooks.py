@@ -1,0 +1,122 @@
+"""House rules for notebooks, and papermill at smoke size on the real engines. nbval runs from `make test`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pandas as pd
+import pytest
+
+from rar_lib.config import FLAT_NAMES
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PARAMETER = re.compile(r"^[a-z_]+: (str|int|float|bool) = .+$")
+PATHS = re.compile(r"/(home|root|work|tmp|usr|Users)/|127\.0\.0\.1|0x[0-9a-f]{8,}")
+
+
+def faults(notebook: Any) -> list[str]:
+    """Every breach of the house rules, with the cell's number."""
+    found = []
+    code = [(i, cell) for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
+    tagged = [cell for _, cell in code if "parameters" in cell.metadata.get("tags", [])]
+    if len(tagged) != 1:
+        found.append(f"expected one parameters cell, found {len(tagged)}")
+    for cell in tagged:
+        for line in cell.source.splitlines():
+            if line.startswith("#"):
+                if "=" in line:
+                    found.append(f"parameters: papermill reads an equals sign in a comment: {line}")
+            elif line.strip() and not PARAMETER.match(line):
+                found.append(f"parameters: expected `name: type = value`, found {line}")
+    if not notebook.cells or notebook.cells[0].cell_type != "markdown":
+        found.append("expected an opening text")
+    if not code or "policy_table" not in code[-1][1].source:
+        found.append("expected the numbers in a table at the end")
+    for i, cell in code:
+        lines = [line for line in cell.source.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+        if cell.execution_count is None:
+            found.append(f"cell {i}: not executed; strict nbval would pass it vacuously")
+        if len(lines) > 12:
+            found.append(f"cell {i}: {len(lines)} lines of code, expected at most 12")
+        if any(line.lstrip().startswith(("%", "!")) for line in lines):
+            found.append(f"cell {i}: magic or shell line")
+        if lines and lines[-1].rstrip().endswith(";"):
+            found.append(f"cell {i}: trailing semicolon")
+        if len([line for line in lines if line.startswith(("def ", "class "))]) > 1:
+            found.append(f"cell {i}: definitions belong into the library")
+        for output in cell.outputs:
+            text = str({k: v for k, v in output.items() if k != "data"}) + "".join(
+                str(v) for k, v in output.get("data", {}).items() if k.startswith("text/")
+            )
+            if output.output_type == "error":
+                found.append(f"cell {i}: error output")
+            if PATHS.search(text):
+                found.append(f"cell {i}: a path or address in an output")
+    return found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_house_rules(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert faults(notebook) == []
+
+
+def test_the_linter_finds_each_breach() -> None:
+    """A check must be able to fail."""
+    new = nbformat.v4
+    notebook = new.new_notebook(
+        cells=[
+            new.new_code_cell("# a = b\nsteps = 3", metadata={"tags": ["parameters"]}),
+            new.new_code_cell("%time\nx;", execution_count=1),
+            new.new_code_cell("\n".join("x" for _ in range(13)), execution_count=2),
+            new.new_code_cell("def f(): ...\ndef g(): ...", execution_count=3),
+            new.new_code_cell("p", execution_count=4, outputs=[new.new_output("stream", text="/tmp/x")]),
+            new.new_code_cell(
+                "q", execution_count=5, outputs=[new.new_output("error", ename="E", evalue="", traceback=[])]
+            ),
+        ]
+    )
+    text = "\n".join(faults(notebook))
+    for breach in ("equals sign", "name: type", "opening text", "table at the end", "not executed", "13 lines", "magic",
+                   "semicolon", "definitions", "path or address", "error output"):  # fmt: skip
+        assert breach in text
+
+
+def test_quickstart_parameters_are_names_of_the_config() -> None:
+    notebook = nbformat.read(ROOT / "notebooks" / "01_quickstart.ipynb", as_version=4)
+    (cell,) = (c for c in notebook.cells if "parameters" in c.metadata.get("tags", []))
+    names = {line.partition(":")[0] for line in cell.source.splitlines() if not line.startswith("#")}
+    assert names - set(FLAT_NAMES) == {"native_steps", "runs_dir", "out_dir"}
+
+
+def test_quickstart_through_papermill_on_the_real_engines(tmp_path: Path) -> None:
+    import papermill
+
+    out = tmp_path / "quickstart"
+    out.mkdir()
+    parameters = {"engine": "real", "steps": 2, "native_steps": 1, "prompts_per_step": 16, "runs_dir": str(tmp_path),
+                  "out_dir": str(out)}  # fmt: skip
+    papermill.execute_notebook(
+        ROOT / "notebooks" / "01_quickstart.ipynb",
+        out / "done.ipynb",
+        parameters,
+        progress_bar=False,
+        kernel_name="python3",
+    )
+    notebook = nbformat.read(out / "done.ipynb", as_version=4)
+    images = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs if "image/png" in o.get("data", {})]
+    assert len(images) == 3
+    for name in ("reward", "k3", "flips"):
+        assert all((out / name).with_suffix(suffix).stat().st_size > 100 for suffix in (".png", ".svg", ".csv"))
+    table = pd.read_csv(out / "policies.csv", dtype=str)
+    assert table["policy"].tolist() == ["none", "R2", "R3"]
+    assert (table["coverage"] == "1.0000").all()
+    for run in table["run"]:
+        summary = pd.read_json(tmp_path / run / "summary.json", typ="series")
+        assert (summary["rollout_engine"], summary["trainer_engine"]) == ("vllm", "megatron")
+    assert pd.read_csv(out / "paired.csv")["rollout"].tolist() == ["fp8 weights", "bf16 only"]

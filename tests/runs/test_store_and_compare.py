@@ -1,0 +1,98 @@
+"""Run folders: identity, atomic writes, locks; and the tables made of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rar_lib.config import JobConfig
+from rar_lib.errors import RunError
+from rar_lib.runs.compare import paired_ratio
+from rar_lib.runs.store import RunStore, run_id, write_json
+
+CONFIG, DIGESTS = JobConfig(), {"checkpoint": "c", "task": "t"}
+
+
+def test_the_id_depends_on_config_checkpoint_and_task() -> None:
+    ids = {
+        run_id(CONFIG, DIGESTS),
+        run_id(JobConfig(steps=21), DIGESTS),
+        run_id(CONFIG, DIGESTS | {"checkpoint": "d"}),
+        run_id(CONFIG, DIGESTS | {"task": "u"}),
+    }
+    assert len(ids) == 4
+    assert run_id(CONFIG, DIGESTS) == run_id(JobConfig.build(CONFIG.resolved()), DIGESTS)
+
+
+def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, CONFIG, DIGESTS)
+    for step in (2, 4, 6):
+        with store.new_checkpoint(step) as folder:
+            (folder / "x").write_text(str(step))
+    assert store.checkpoints() == [4, 6]
+    with pytest.raises(OSError, match="disk"), store.new_checkpoint(8) as folder:
+        raise OSError("disk full")
+    assert store.latest_checkpoint() == (6, store.path / "checkpoints" / "step-000006")
+
+
+def test_complete_means_summary(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, CONFIG, DIGESTS)
+    store.write_tables([{"step": 0, "x": None}], [])
+    assert not store.complete
+    store.finish({"reward": 1.0})
+    assert store.complete
+    assert RunStore(tmp_path, CONFIG, DIGESTS).summary() == {"reward": 1.0}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "x.json", {"a": float("nan")})
+
+
+def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, CONFIG, DIGESTS)
+    (store.path / "config.json").write_text(json.dumps({"other": 1}))
+    with pytest.raises(RunError, match="of another run"):
+        RunStore(tmp_path, CONFIG, DIGESTS)
+
+
+def test_a_folder_held_by_another_process_says_by_which(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, CONFIG, DIGESTS)
+    code = (
+        "import sys, pathlib; from rar_lib.config import JobConfig; from rar_lib.runs.store import RunStore\n"
+        f"with RunStore(pathlib.Path({str(tmp_path)!r}), JobConfig(), {DIGESTS!r}).held():\n"
+        "    print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match=f"held by process {other.pid}"), store.held():
+            pass
+        other.communicate("")
+    with store.held():
+        pass
+
+
+def test_paired_ratio_by_hand_and_clustered_by_prompt() -> None:
+    table = pd.DataFrame({"prompt": ["a", "b", "a"], "k3_sum/none": [1.0, 2.0, 1.0], "k3_sum/R3": [0.5, 1.0, 0.5]})
+    assert paired_ratio(table) == {"ratio": 0.5, "low": 0.5, "high": 0.5}
+    none = pd.DataFrame({"prompt": ["a"], "k3_sum/none": [0.0], "k3_sum/R3": [0.0]})
+    assert set(paired_ratio(none).values()) == {None}
+
+
+def test_the_interval_widens_when_samples_of_a_prompt_are_alike() -> None:
+    rng = np.random.default_rng(0)
+    prompts = np.repeat(np.arange(50), 8)
+    none, ratio = np.ones(400), np.repeat(rng.uniform(0, 1, 50), 8)
+    table = pd.DataFrame({"prompt": prompts, "k3_sum/none": none, "k3_sum/R3": none * ratio})
+    clustered = paired_ratio(table)
+    as_if_independent = paired_ratio(table.assign(prompt=np.arange(400)))
+    width = [r["high"] - r["low"] for r in (clustered, as_if_independent)]  # type: ignore[operator]
+    assert width[0] > 2 * width[1]
+    # the textbook interval of a mean of 50: ± 1.96 * sd / sqrt(50)
+    assert width[0] == pytest.approx(2 * 1.96 * ratio[::8].std() / np.sqrt(50), rel=0.15)

@@ -1,0 +1,207 @@
+"""The loop on the hf engines: what it writes, that it resumes bit for bit, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from rar_lib import job
+from rar_lib.config import JobConfig
+from rar_lib.engines.base import Replay
+from rar_lib.engines.hf_trainer import HFTrainer
+from rar_lib.engines.session import EngineSession
+from rar_lib.errors import EngineError, ReplayError
+from rar_lib.job import RunResult, run_job
+from rar_lib.replay import modes
+from rar_lib.replay.modes import Mode
+from rar_lib.traces.trace import RouteTrace
+from tests.conftest import hf_config
+
+SMALL = (
+    "steps=4",
+    "algorithm.prompts_per_step=16",
+    "algorithm.group_size=4",
+    "evaluation.prompts=16",
+    "trainer.micro_batch_size=16",
+)
+
+
+def small(arm: str, *overrides: str) -> JobConfig:
+    mode = ["router_replay.enabled=false"] if arm == "none" else [f"router_replay.mode={arm}"]
+    return hf_config(*SMALL, *mode, *overrides)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunResult]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {arm: run_job(small(arm), runs_dir=folder, show="none") for arm in ("none", "R2", "R3")}
+
+
+def numbers(table: pd.DataFrame) -> pd.DataFrame:
+    """Everything but the clock."""
+    return table[[c for c in table if not str(c).startswith("time/")]]
+
+
+def test_a_run_folder_holds_what_it_says(runs: dict[str, RunResult]) -> None:
+    for arm, run in runs.items():
+        names = {p.name for p in run.path.iterdir()}
+        assert {"config.json", "environment.json", "metrics.parquet", "paired.parquet", "summary.json"} <= names
+        assert run.path.name.startswith(f"{arm}-seed0-")
+        assert len(run.metrics) == 4
+        assert len(run.paired) == 4 * 16
+        assert (run.summary["rollout_engine"], run.summary["trainer_engine"]) == ("hf", "hf")
+        traces = sorted(p.name for p in (run.path / "traces").iterdir())
+        assert traces[0] == "step-000000-native.safetensors"
+        assert len(traces) == 4
+        RouteTrace.load(run.path / "traces" / traces[0]).verify()
+        environment = json.loads((run.path / "environment.json").read_text())
+        assert environment["versions"]["torch"]
+
+
+def test_the_arms_start_from_the_same_tokens(runs: dict[str, RunResult]) -> None:
+    first = [run.metrics.iloc[0] for run in runs.values()]
+    for name in ("reward/mean", "paired/none/rollout_old/k3", "paired/R3/rollout_old/k3"):
+        assert len({row[name] for row in first}) == 1
+    traces = [RouteTrace.load(run.path / "traces" / "step-000000-rollout.safetensors") for run in runs.values()]
+    assert traces[0].equals(traces[1])
+    assert traces[0].equals(traces[2])
+
+
+def test_each_mode_replays_where_it_should(runs: dict[str, RunResult]) -> None:
+    none, r2, r3 = (runs[arm].metrics for arm in ("none", "R2", "R3"))
+    assert (
+        none[["replay/old/nominal", "replay/update/nominal", "replay/old/binding", "replay/update/binding"]] == 0
+    ).all(axis=None)
+    assert (r2["replay/old/nominal"] == 0).all()
+    assert (r2["replay/update/nominal"] == 1).all()
+    assert (r3[["replay/old/nominal", "replay/update/nominal"]] == 1).all(axis=None)
+    for table in (none, r2, r3):
+        assert (table["replay/coverage"] == 1).all()
+        assert (table["replay/missing"] == 0).all()  # logged at 0 too
+    # in the old pass, what binds under R3 is the disagreement of the rollout with the live choice
+    assert r3["replay/old/binding"].between(1e-4, 0.1).all()
+
+
+def test_the_runs_own_mismatch_is_its_side_of_the_pair(runs: dict[str, RunResult]) -> None:
+    for arm, side in (("none", "none"), ("R2", "none"), ("R3", "R3")):
+        table = runs[arm].metrics
+        assert (table["mismatch/rollout_old/k3"] == table[f"paired/{side}/rollout_old/k3"]).all()
+        pooled = runs[arm].paired.groupby("step")[[f"k3_sum/{side}", "tokens"]].sum()
+        assert (pooled[f"k3_sum/{side}"] / pooled["tokens"]).to_numpy() == pytest.approx(
+            table["mismatch/rollout_old/k3"].to_numpy()
+        )
+
+
+def test_noise_floor_is_measured_and_far_below_the_mismatch(runs: dict[str, RunResult]) -> None:
+    first = runs["none"].metrics.iloc[0]
+    assert 0 <= first["noise_floor/trainer/k3"] < 1e-9
+    assert first["noise_floor/rollout/k3"] < first["mismatch/rollout_old/k3"]
+
+
+def test_a_complete_run_is_loaded_and_not_repeated(runs: dict[str, RunResult], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineSession, "open", lambda *_: pytest.fail("engines were opened"))
+    again = run_job(small("R3"), runs_dir=runs["R3"].path.parent, show="none")
+    assert again.path == runs["R3"].path
+    assert again.summary == runs["R3"].summary
+
+
+@pytest.mark.parametrize("arm", ["R2", "R3"])
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(
+    arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(arm, "checkpoint_every=2")
+    whole = run_job(config, runs_dir=tmp_path / "whole", show="none")
+    count = 0
+    update = HFTrainer.update
+
+    def dies(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 13:  # the first update of the fourth step
+            raise KeyboardInterrupt
+        return update(self, *args, **kwargs)
+
+    monkeypatch.setattr(HFTrainer, "update", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(config, runs_dir=tmp_path / "cut", show="none")
+    monkeypatch.undo()
+    (folder,) = (tmp_path / "cut").iterdir()
+    assert not (folder / "summary.json").exists()
+    assert len(pd.read_parquet(folder / "metrics.parquet")) == 3
+    resumed = run_job(config, runs_dir=tmp_path / "cut", show="none")
+    pd.testing.assert_frame_equal(numbers(resumed.metrics), numbers(whole.metrics), check_exact=True)
+    pd.testing.assert_frame_equal(resumed.paired, whole.paired, check_exact=True)
+    assert {k: v for k, v in resumed.summary.items() if k != "seconds_per_step"} == {
+        k: v for k, v in whole.summary.items() if k != "seconds_per_step"
+    }
+
+
+def test_a_shared_session_computes_what_a_run_alone_computes(runs: dict[str, RunResult], tmp_path: Path) -> None:
+    with EngineSession() as session:
+        run_job(small("none"), session, runs_dir=tmp_path, show="none")
+        shared = run_job(small("R3"), session, runs_dir=tmp_path, show="none")
+    pd.testing.assert_frame_equal(numbers(shared.metrics), numbers(runs["R3"].metrics), check_exact=True)
+
+
+def test_another_config_is_another_run(tmp_path: Path) -> None:
+    ids = {run_job(small("none", "steps=1", f"seed={s}"), runs_dir=tmp_path, show="none").path.name for s in (0, 1)}
+    assert len(ids) == 2
+
+
+def test_a_plan_in_one_pass_only_fails_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Mode("R3", in_old_pass="rollout", in_updates=None, counterpart="none")
+    monkeypatch.setitem(modes.MODES, "R3", half)
+    with pytest.raises(ReplayError, match="did not replay the same routes"):
+        run_job(small("R3"), runs_dir=tmp_path, show="none")
+    assert not list(tmp_path.glob("*/summary.json"))
+
+
+def test_a_dead_replay_refuses_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logprobs = HFTrainer.logprobs
+
+    def deaf(self: Any, batch: Any, *, replay: Replay | None = None, **kwargs: Any) -> Any:
+        return logprobs(self, batch, replay=None, **kwargs)
+
+    monkeypatch.setattr(HFTrainer, "logprobs", deaf)
+    with pytest.raises(ReplayError, match="replay is not live"):
+        run_job(small("R3"), runs_dir=tmp_path, show="none")
+
+
+def test_unsynchronised_engines_refuse_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = HFTrainer.weights
+    monkeypatch.setattr(HFTrainer, "weights", lambda self: ((n, torch.roll(w, 1)) for n, w in weights(self)))
+    with pytest.raises(EngineError, match="hold the same weights"):
+        run_job(small("none"), runs_dir=tmp_path, show="none")
+
+
+def test_evaluation_never_replays(runs: dict[str, RunResult]) -> None:
+    assert len({run.summary["evaluation_first"] for run in runs.values()}) == 1
+    assert all(0 <= run.summary["evaluation_last"] <= 1 for run in runs.values())
+
+
+def test_the_command_line_prints_the_run_folder_last(tmp_path: Path) -> None:
+    config = tmp_path / "job.yaml"
+    config.write_text("rollout: {engine: hf}\ntrainer: {engine: hf}\nsteps: 9\nalgorithm: {prompts_per_step: 8}\n")
+    command = [sys.executable, "-m", "rar_lib", "run", "--config", str(config), "--set", "steps=1", "--set",
+               "evaluation.prompts=0", "--runs-dir", str(tmp_path)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    folder = Path(done.stdout.splitlines()[-1])
+    assert (folder / "summary.json").exists()
+    assert "step 1/1" in done.stderr
+    bad = subprocess.run([*command, "--set", "stepz=1"], capture_output=True, text=True, check=False)
+    assert bad.returncode == 2
+    assert bad.stderr.startswith("rar: stepz: no such field; allowed here:")
+    assert "Traceback" not in bad.stderr
+
+
+def test_summary_rows_survive_json(runs: dict[str, RunResult]) -> None:
+    for run in runs.values():
+        assert json.loads(json.dumps(run.summary, allow_nan=False)) == run.summary
+    assert job.LARGEST_SYNC_GAP < 1
