@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ import torch
 from rar_lib.config import TaskConfig
 from rar_lib.errors import ConfigError
 from rar_lib.seeding import derive_seed
-from rar_lib.tasks import Task
+from rar_lib.tasks import Problem, Task
 
 DATA_DIR = Path(__file__).resolve().parent.parent / "data"
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<bos>")
 CHARACTERS = (*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n")
+Log = Callable[..., None] | None
 
 TINY_MOE: dict[str, Any] = {
     "hidden_size": 64,
@@ -39,7 +40,7 @@ TINY_MOE: dict[str, Any] = {
     "norm_topk_prob": True,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
-    "router_aux_loss_coef": 0.01,
+    "router_aux_loss_coef": 0.1,  # balanced experts with small margins, as large models have
     "attention_bias": False,
 }
 
@@ -151,46 +152,79 @@ def build_model(tokenizer: Any, seed: int) -> Any:
         return Qwen3MoeForCausalLM(config)
 
 
+def supervised_batch(tokenizer: Any, problems: Sequence[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `[n, T]`, right-padded, and labels `[n, T]`: the answer and the end token, -100 elsewhere."""
+    prompts = [tokenizer(p.prompt)["input_ids"] for p in problems]
+    answers = [[*tokenizer(p.answer)["input_ids"], tokenizer.eos_token_id] for p in problems]
+    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    tokens = torch.full((len(problems), longest), tokenizer.pad_token_id)
+    labels = torch.full((len(problems), longest), -100)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        tokens[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+    return tokens, labels
+
+
+@torch.no_grad()
+def expected_reward(model: Any, tokenizer: Any, problems: Sequence[Problem]) -> float:
+    """Mean probability of the exact answer: the reward of sampling at temperature 1, without drawing a sample."""
+    tokens, labels = supervised_batch(tokenizer, problems)
+    logp = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
+    wanted = labels[:, 1:]
+    terms = logp.gather(-1, wanted.clamp_min(0)[..., None])[..., 0]
+    return float(torch.where(wanted >= 0, terms, 0).sum(-1).exp().mean())
+
+
 def warm_start(
-    model: Any, tokenizer: Any, task: Task, *, steps: int, batch_size: int, lr: float, log: Any = None
-) -> float:
-    """Supervised steps on the answers (loss on response tokens, with the model's load-balancing loss).
+    model: Any,
+    tokenizer: Any,
+    task: Task,
+    *,
+    target: float,
+    max_steps: int,
+    batch_size: int,
+    lr: float,
+    log: Log = None,
+) -> dict[str, float]:
+    """Supervised steps on the answers until the model is worth an RL run.
 
     Args:
-        model: a Transformers MoE; trained in place.
+        model: a Transformers MoE; trained in place, with its load-balancing loss.
         tokenizer: its tokenizer.
-        task: where problems come from (train split, from index 2**29 on, which no RL run reaches early).
-        steps, batch_size, lr: AdamW; the rate falls linearly to a tenth.
-        log: called with (step, loss) now and then.
+        task: where problems come from (train split, from index 2**29 on, which an RL run does not reach).
+        target: stop once the expected reward on 512 held-out problems, looked at every 25 steps, is this high.
+        max_steps: give up after so many.
+        batch_size, lr: AdamW at a constant rate.
+        log: called with (step, loss, expected reward).
 
     Returns:
-        The last loss in nats a token.
+        steps, loss (nats a token, last batch) and expected reward at the end.
+
+    Raises:
+        ConfigError: if the target was not reached.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    held_out = [task.problem(i, "held_out") for i in range(512)]
     model.train()
-    loss = torch.zeros(())
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * (1 - 0.9 * step / steps)
-        problems = [task.problem(2**29 + step * batch_size + i) for i in range(batch_size)]
-        prompts = [tokenizer(p.prompt)["input_ids"] for p in problems]
-        answers = [[*tokenizer(p.answer)["input_ids"], tokenizer.eos_token_id] for p in problems]
-        longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-        tokens = torch.full((batch_size, longest), tokenizer.pad_token_id)
-        labels = torch.full((batch_size, longest), -100)
-        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            tokens[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-            labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+    for step in range(1, max_steps + 1):
+        first = 2**29 + step * batch_size
+        tokens, labels = supervised_batch(tokenizer, [task.problem(first + i) for i in range(batch_size)])
         mask = (tokens != tokenizer.pad_token_id).long()
         loss = model(input_ids=tokens, attention_mask=mask, labels=labels, output_router_logits=True).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if log is not None and (step % 50 == 0 or step == steps - 1):
-            log(step, float(loss.detach()))
-    model.eval()
-    return float(loss.detach())
+        if step % 25 == 0 or step == max_steps:
+            reward = expected_reward(model, tokenizer, held_out)
+            facts = {"steps": step, "loss": float(loss.detach()), "expected_reward": reward}
+            if log is not None:
+                log(*facts.values())
+            if reward >= target:
+                model.eval()
+                return facts
+    raise ConfigError(f"warm start: expected a reward of {target} within {max_steps} steps, found {reward:.3f}")
 
 
 def save_checkpoint(model: Any, tokenizer: Any, path: Path) -> None:
@@ -198,24 +232,28 @@ def save_checkpoint(model: Any, tokenizer: Any, path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    for file in path.iterdir():
+        file.chmod(0o644)  # weights are written for their owner only
 
 
 def make_base(
-    path: Path, *, steps: int = 1400, batch_size: int = 128, lr: float = 3e-3, seed: int = 0, log: Any = None
+    path: Path,
+    *,
+    target: float = 0.42,
+    max_steps: int = 4000,
+    batch_size: int = 128,
+    lr: float = 2e-3,
+    seed: int = 0,
+    log: Log = None,
 ) -> None:
     """Build, warm-start and save the base checkpoint; `base.json` beside it says how it was made."""
     tokenizer, task = build_tokenizer(), Task(TaskConfig())
     model = build_model(tokenizer, seed)
     with seeded(derive_seed(seed, "warm-start")):
-        loss = warm_start(model, tokenizer, task, steps=steps, batch_size=batch_size, lr=lr, log=log)
+        facts = warm_start(
+            model, tokenizer, task, target=target, max_steps=max_steps, batch_size=batch_size, lr=lr, log=log
+        )
     save_checkpoint(model, tokenizer, path)
-    facts = {
-        "steps": steps,
-        "batch_size": batch_size,
-        "lr": lr,
-        "seed": seed,
-        "loss": loss,
-        "torch": torch.__version__,
-        "task": task.config.model_dump(mode="json"),
-    }
-    (path / "base.json").write_text(json.dumps(facts, indent=2) + "\n")
+    made = {"target": target, "batch_size": batch_size, "lr": lr, "seed": seed, **facts, "torch": torch.__version__}
+    made["task"] = task.config.model_dump(mode="json")
+    (path / "base.json").write_text(json.dumps(made, indent=2) + "\n")

@@ -43,14 +43,18 @@ def demo(
 
 def base(
     out: Annotated[Path, tyro.conf.arg(help="folder to write the checkpoint to")],
-    steps: Annotated[int, tyro.conf.arg(help="supervised steps")] = 1400,
+    target: Annotated[float, tyro.conf.arg(help="expected reward at which to stop")] = 0.42,
     seed: Annotated[int, tyro.conf.arg(help="of the initial weights")] = 0,
 ) -> None:
     """Make the small base checkpoint: build, warm-start on the default task, save."""
     from rar_lib.checkpoint import make_base
 
     logger = logging.getLogger("rar")
-    make_base(out, steps=steps, seed=seed, log=lambda step, loss: logger.info("step %d loss %.3f", step, loss))
+
+    def log(step: int, loss: float, reward: float) -> None:
+        logger.info("step %d loss %.3f expected reward %.3f", step, loss, reward)
+
+    make_base(out, target=target, seed=seed, log=log)
     print(out)
 
 

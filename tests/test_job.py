@@ -205,3 +205,20 @@ def test_summary_rows_survive_json(runs: dict[str, RunResult]) -> None:
     for run in runs.values():
         assert json.loads(json.dumps(run.summary, allow_nan=False)) == run.summary
     assert job.LARGEST_SYNC_GAP < 1
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
+def test_any_local_moe_works_in_place_of_the_base(family: str, tmp_path: Path, tokenizer: Any) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip
+    experts = {"mixtral": {"num_local_experts": 4}, "olmoe": {"num_experts": 8, "num_experts_per_tok": 2}}[family]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **experts))
+    model.save_pretrained(tmp_path / family)
+    tokenizer.save_pretrained(tmp_path / family)
+    run = run_job(small("R3", "steps=1", f"model.path={tmp_path / family}"), runs_dir=tmp_path / "runs", show="none")
+    trace = RouteTrace.load(next((run.path / "traces").glob("*-rollout.safetensors")))
+    assert (trace.header.num_layers, trace.header.model_id) == (2, family)
+    assert run.summary["negative_control"] > 0

@@ -21,7 +21,7 @@ import torch
 from rar_lib.checkpoint import load_model, seeded
 from rar_lib.config import RolloutConfig, SamplingConfig
 from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch, Trainer
-from rar_lib.engines.hf_trainer import load_hf_weights
+from rar_lib.engines.hf_weights import load_hf_weights
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.precision import at_precision
 from rar_lib.replay.contexts import recording
@@ -52,8 +52,7 @@ class HFRollout:
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
         """See `Rollout.load_weights`."""
-        with torch.no_grad():
-            load_hf_weights(self.model, at_precision(weights, self.config.precision))
+        load_hf_weights(self.model, at_precision(weights, self.config.precision))
         self.weight_version = version
 
     def generate(

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from rar_lib.checkpoint import load_model
 from rar_lib.config import AlgorithmConfig, TrainerConfig
-from rar_lib.engines.base import LogprobResult, NamedTensors, Objective, Replay, TokenBatch, UpdateResult
+from rar_lib.engines.base import LogprobResult, Objective, Replay, TokenBatch, UpdateResult
 from rar_lib.engines.capture import open_routes, route_counts
+from rar_lib.engines.hf_weights import hf_names
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.errors import EngineError
 
@@ -131,35 +132,3 @@ class HFTrainer:
                 }
                 if moments:
                     self.optimizer.state[parameter] = moments
-
-
-def hf_names(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights of a Transformers model under the names of its checkpoint format, one tensor an expert."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    yield from revert_weight_conversion(model, state).items()
-
-
-def load_hf_weights(model: Any, weights: NamedTensors) -> None:
-    """Put checkpoint-named weights into a Transformers model, in place and in the model's dtype.
-
-    Raises:
-        EngineError: if a weight of the model is missing, or one is not the model's.
-    """
-    given = dict(weights)
-    for name, parameter in model.state_dict().items():
-        if name in given:
-            parameter.copy_(given.pop(name))
-            continue
-        prefix, _, fused = name.rpartition(".")
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(fused)
-        if parts is None or not prefix.endswith("experts"):
-            raise EngineError(f"weight {name}: expected among the given weights, not found")
-        for expert in range(len(parameter)):
-            names = [f"{prefix}.{expert}.{part}.weight" for part in parts]
-            if any(n not in given for n in names):
-                raise EngineError(f"weight {name}: expected {names}, not all are among the given weights")
-            parameter[expert].copy_(torch.cat([given.pop(n) for n in names]))
-    if given:
-        raise EngineError(f"weights that the model does not have: {sorted(given)[:5]}")

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 OKABE_ITO = {
     "black": "#000000",
@@ -106,6 +107,7 @@ def lines_by_policy(axes: Any, table: pd.DataFrame) -> int:
         if len(wide) > 1:
             axes.fill_between(steps, low, high, color=POLICY_COLOUR[name], alpha=0.2, linewidth=0)
         most = max(most, len(wide))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return most
 
 

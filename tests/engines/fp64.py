@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from rar_lib.checkpoint import load_model
 from rar_lib.engines.base import NamedTensors
-from rar_lib.engines.hf_trainer import load_hf_weights
+from rar_lib.engines.hf_weights import load_hf_weights
 
 
 class AsFloat64(TorchFunctionMode):
@@ -31,8 +31,7 @@ def reference_model(path: Path, weights: NamedTensors) -> Any:
     """A float64 model with the given weights."""
     with AsFloat64():
         model = load_model(path, dtype=torch.float64)
-    with torch.no_grad():
-        load_hf_weights(model, weights)
+    load_hf_weights(model, weights)
     inverse = model.model.rotary_emb
     head = model.config.head_dim
     inverse.inv_freq = 1.0 / model.config.rope_parameters["rope_theta"] ** (torch.arange(0, head, 2).double() / head)

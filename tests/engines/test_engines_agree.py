@@ -16,7 +16,8 @@ import torch
 from rar_lib.config import JobConfig
 from rar_lib.engines import vllm_rollout
 from rar_lib.engines.base import TokenBatch
-from rar_lib.engines.hf_trainer import HFTrainer, hf_names, load_hf_weights
+from rar_lib.engines.hf_trainer import HFTrainer
+from rar_lib.engines.hf_weights import hf_names, load_hf_weights
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.megatron_cpu import without_cuda
 from rar_lib.engines.megatron_model import hf_weights

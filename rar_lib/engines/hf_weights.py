@@ -1,0 +1,64 @@
+"""Weights of a Transformers model under the names of its checkpoint format, out and in.
+
+In memory Transformers fuses the experts of a layer into a few large tensors; in checkpoints, and for every other engine,
+each expert has tensors of its own. Its own conversion leads from memory to names. The way back is found by sending
+positions instead of weights through that conversion, once a model: each named tensor then knows where its elements
+live. So both directions hold for every family that Transformers can save.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rar_lib.engines.base import NamedTensors
+from rar_lib.errors import EngineError
+
+_PLACES: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _to_names(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, state))
+
+
+def hf_names(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights under checkpoint names, one tensor an expert, detached."""
+    yield from _to_names(model, {name: tensor.detach() for name, tensor in model.state_dict().items()}).items()
+
+
+def _places(model: Any) -> dict[str, torch.Tensor]:
+    """For each checkpoint name, where its elements lie in the model's state laid end to end."""
+    if model not in _PLACES:
+        state, offset = {}, 0
+        for name, tensor in model.state_dict().items():
+            state[name] = torch.arange(offset, offset + tensor.numel()).reshape(tensor.shape)
+            offset += tensor.numel()
+        _PLACES[model] = _to_names(model, state)
+    return _PLACES[model]
+
+
+def load_hf_weights(model: Any, weights: NamedTensors) -> None:
+    """Put checkpoint-named weights into a Transformers model, in place and in the model's dtype.
+
+    Raises:
+        EngineError: if a weight of the model is missing, one is not the model's, or a shape differs; nothing is changed.
+    """
+    given, places, state = dict(weights), _places(model), model.state_dict()
+    missing, extra = sorted(places.keys() - given.keys()), sorted(given.keys() - places.keys())
+    if missing or extra:
+        raise EngineError(
+            f"weights: expected the model's {len(places)} names; missing {missing[:5]}, not the model's {extra[:5]}"
+        )
+    flat = torch.empty(sum(t.numel() for t in state.values()))
+    for name, place in places.items():
+        if given[name].shape != place.shape:
+            raise EngineError(f"weight {name}: expected shape {tuple(place.shape)}, found {tuple(given[name].shape)}")
+        flat[place.reshape(-1)] = given[name].reshape(-1).to(flat.dtype)
+    with torch.no_grad():
+        for tensor, part in zip(state.values(), flat.split([t.numel() for t in state.values()]), strict=True):
+            tensor.copy_(part.reshape(tensor.shape))

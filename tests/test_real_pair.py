@@ -1,0 +1,92 @@
+"""The main job on the real pair: vLLM in bf16 with fp8-rounded weights, Megatron-Core in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from rar_lib.config import JobConfig
+from rar_lib.engines.session import EngineSession
+from rar_lib.engines.vllm_rollout import VLLMRollout
+from rar_lib.job import RunResult, run_job
+from rar_lib.runs.compare import paired_ratio, policy_table
+from rar_lib.traces.trace import RouteTrace
+
+
+def config(arm: str, **more: Any) -> JobConfig:
+    return JobConfig.from_flat(policy=arm, engine="real", steps=3, eval_prompts=16, **more)
+
+
+@pytest.fixture(scope="module")
+def runs(engines: EngineSession, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunResult]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {arm: run_job(config(arm), engines, runs_dir=folder, show="none") for arm in ("none", "R2", "R3")}
+
+
+def test_the_engines_are_the_real_ones(runs: dict[str, RunResult]) -> None:
+    for run in runs.values():
+        assert (run.summary["rollout_engine"], run.summary["trainer_engine"]) == ("vllm", "megatron")
+        trace = RouteTrace.load(next((run.path / "traces").glob("*-rollout.safetensors")))
+        assert trace.header.producer == "vllm"
+        assert trace.header.producer_version
+        assert trace.policy_version is not None
+
+
+def test_r3_lowers_k3_on_the_same_tokens(runs: dict[str, RunResult]) -> None:
+    pooled = pd.concat([run.paired for run in runs.values()], ignore_index=True)
+    ratio = paired_ratio(pooled)
+    assert ratio["high"] is not None
+    assert ratio["high"] < 1
+    flips = pooled["flips"].sum() / pooled["cells"].sum()
+    assert 0.002 < flips < 0.2
+    if flips >= 0.03:
+        assert ratio["ratio"] is not None
+        assert ratio["ratio"] <= 0.5
+
+
+def test_the_mismatch_lies_above_the_noise_floor(runs: dict[str, RunResult]) -> None:
+    for run in runs.values():
+        for part in ("rollout", "trainer"):
+            assert run.summary[f"noise_floor_{part}"] < 0.01 * run.summary["k3_rollout_old"]
+
+
+def test_the_table_names_every_arm(runs: dict[str, RunResult]) -> None:
+    table = policy_table(list(runs.values()))
+    assert table["policy"].tolist() == ["none", "R2", "R3"]
+    assert (table["coverage"] == "1.0000").all()
+    assert not table.isin(["undefined", "nan"]).any(axis=None)
+
+
+def test_in_fp32_the_pair_is_the_zero_mismatch_pair(engines: EngineSession, tmp_path: Path) -> None:
+    exact = config("none", rollout_dtype="float32", precision="native", prompts_per_step=16)
+    run = run_job(exact, engines, runs_dir=tmp_path, show="none")
+    assert run.summary["k3_rollout_old"] < 1e-8
+    assert run.summary["router_flip"] < 1e-3
+
+
+def test_a_resumed_run_draws_the_same_tokens(
+    engines: EngineSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = config("R3", checkpoint_every=1, prompts_per_step=16)
+    whole = run_job(job, engines, runs_dir=tmp_path / "whole", show="none")
+    calls, generate = 0, VLLMRollout.generate
+
+    def dies(self: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:  # control, evaluation, two steps
+            raise KeyboardInterrupt
+        return generate(self, *args)
+
+    monkeypatch.setattr(VLLMRollout, "generate", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(job, engines, runs_dir=tmp_path / "cut", show="none")
+    monkeypatch.undo()
+    resumed = run_job(job, engines, runs_dir=tmp_path / "cut", show="none")
+    last = "step-000002-rollout.safetensors"
+    assert RouteTrace.load(resumed.path / "traces" / last).equals(RouteTrace.load(whole.path / "traces" / last))
+    columns = [c for c in whole.metrics if not str(c).startswith("time/")]
+    pd.testing.assert_frame_equal(resumed.metrics[columns], whole.metrics[columns], rtol=1e-6)
