@@ -48,7 +48,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest --nbval-lax --nbval-cell-timeout=900 -W default notebooks/01_quickstart.ipynb
 
 lab: $(STAMP)
-	$(BIN)/jupyter lab --ip=127.0.0.1 --notebook-dir=notebooks
+	$(BIN)/jupyter lab --ip=127.0.0.1 --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .ruff_cache .mypy_cache .hypothesis
