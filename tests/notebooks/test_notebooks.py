@@ -119,4 +119,4 @@ def test_quickstart_through_papermill_on_the_real_engines(tmp_path: Path) -> Non
     for run in table["run"]:
         summary = pd.read_json(tmp_path / run / "summary.json", typ="series")
         assert (summary["rollout_engine"], summary["trainer_engine"]) == ("vllm", "megatron")
-    assert pd.read_csv(out / "paired.csv")["rollout"].tolist() == ["fp8 weights", "bf16 only"]
+    assert pd.read_csv(out / "paired.csv")["rollout"].tolist() == ["fp8_weights", "native (bf16 only)"]
