@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("MPLBACKEND", "agg")
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import pytest
 import torch
 
@@ -25,6 +25,7 @@ from rar_lib.measure import rollout_logprobs
 from rar_lib.tasks import Task
 
 torch.set_num_threads(1)
+mpl.use("agg")  # here and not by the environment, which kernels started by tests would inherit
 HF = {"rollout": {"engine": "hf"}, "trainer": {"engine": "hf"}}
 
 

@@ -290,6 +290,15 @@ def _quiet_import() -> Iterator[None]:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # no Triton on a CPU, which is meant
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.redirect_stdout(_stdout_with_descriptor()):
         warnings.simplefilter("ignore")
         yield
+
+
+def _stdout_with_descriptor() -> Any:
+    """Standard output, or the process's own where a notebook's stand-in has no file descriptor: vLLM asks for one."""
+    try:
+        sys.stdout.fileno()
+    except (OSError, AttributeError):
+        return sys.__stdout__
+    return sys.stdout

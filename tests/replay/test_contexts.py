@@ -135,7 +135,8 @@ def test_missing_and_unplanned_rows_stay_native(model: Any, tokens: torch.Tensor
     with replaying(model, wrong, planned=only) as replay:
         moved = logits(model, tokens)
     assert (replay.forced_cells, replay.changed_cells) == (1, 1)
-    changed = (moved != native).any(-1)
+    # forcing one row changes how many rows its experts multiply at once, so other rows may move by an ulp
+    changed = ((moved - native).abs() > 1e-4).any(-1)
     assert changed[0, 2]
     assert not changed[0, :2].any()
     assert not changed[1:].any()
