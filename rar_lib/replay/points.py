@@ -22,8 +22,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rar_lib.errors import ReplayError
+from rar_lib.traces.layers import moe_layer_numbers
 
 ROUTER_CLASS = re.compile(r"(TopKRouter|TopkRouter)$")
+OTHER_ROUTER = re.compile(r"(Router|Gating|MoeGate|MoEGate|MoEV1Gate)$")
 LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 RowOrder = Literal["batch", "sequence"]
 
@@ -144,19 +146,33 @@ class _TransformersPoints:
         self.routers: list[torch.nn.Module] = []
         self._open = 0
         self._before: list[Any] = []
-        config: Any = getattr(model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        others = []
         for name, module in model.named_modules():
-            if ROUTER_CLASS.search(type(module).__name__):
-                number = LAYER_NUMBER.search(name)
-                experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
-                k = _first(config, "num_experts_per_tok", "moe_k")
-                if number is None or experts is None or k is None:
-                    raise ReplayError(
-                        f"router {name} ({type(module).__name__}): its layer number, experts or top-k are not known"
-                    )
-                self.points.append(SelectionPoint(int(number.group(1)), experts, k, "batch", type(module).__name__))
-                self.routers.append(module)
+            kind = type(module).__name__
+            if not ROUTER_CLASS.search(kind):
+                if OTHER_ROUTER.search(kind):
+                    others.append(f"{name} ({kind})")
+                continue
+            number = LAYER_NUMBER.search(name)
+            experts, k = getattr(module, "num_experts", None), getattr(module, "top_k", None)
+            if number is None or experts is None or k is None:
+                raise ReplayError(f"router {name} ({kind}): its layer number, num_experts or top_k is not known")
+            self.points.append(SelectionPoint(int(number.group(1)), experts, k, "batch", kind))
+            self.routers.append(module)
+        if not self.points:
+            raise ReplayError(
+                f"{type(model).__name__}: no router found whose top-k can be replayed; expected modules named *TopKRouter"
+                + (f", found {', '.join(others[:3])}, which choose experts in another way" if others else "")
+            )
+        config: Any = getattr(model, "config", None)
+        if config is not None:
+            config = config.get_text_config() if hasattr(config, "get_text_config") else config
+            expected, found = moe_layer_numbers(config), tuple(sorted(p.layer for p in self.points))
+            if expected != found:
+                raise ReplayError(
+                    f"{type(model).__name__}: the config puts MoE layers at {expected}, routers with a top-k were found at "
+                    f"{found}" + (f"; others choose in another way: {', '.join(others[:3])}" if others else "")
+                )
 
     def attach(self) -> None:
         self._open += 1
@@ -189,10 +205,6 @@ def _wrapped(point: SelectionPoint, forward: Callable[..., Any]) -> Callable[...
     return call
 
 
-def _first(config: Any, *names: str) -> int | None:
-    return next((getattr(config, n) for n in names if getattr(config, n, None) is not None), None)
-
-
 class _NativePoints:
     """Selection points that the model carries itself (Megatron-Core routers built by this library)."""
 
@@ -218,12 +230,6 @@ def find_points(model: torch.nn.Module) -> _TransformersPoints | _NativePoints:
     if model not in _KNOWN:
         carried = [p for m in model.modules() if isinstance(p := getattr(m, "router_replay", None), SelectionPoint)]
         found = _NativePoints(carried) if carried else _TransformersPoints(model)
-        if not found.points:
-            raise ReplayError(
-                f"{type(model).__name__}: no router found whose top-k can be replayed; expected modules named "
-                "*TopKRouter, or Megatron routers built by rar_lib"
-            )
-        found.points.sort(key=lambda point: point.layer)
         _KNOWN[model] = found
     return _KNOWN[model]
 
