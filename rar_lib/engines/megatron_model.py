@@ -1,8 +1,8 @@
 """A Megatron-Core GPTModel for a Hugging Face MoE: its config, layer spec and the weight map, both ways.
 
-The layer spec is Megatron's local one. Routers are Megatron's TopKRouter with two changes: the gate is a plain linear
-(the stock one asks for Transformer Engine's GEMM), and the replay object is this library's SelectionPoint, one a router,
-instead of Megatron's RouterReplay, whose process-global list mixes models and whose backward queue leaks.
+The layer spec is Megatron's local one, with the routers of megatron_router.py: their replay object is this library's
+SelectionPoint, one a router, instead of Megatron's RouterReplay, whose process-global list mixes models and whose
+backward queue leaks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rar_lib.checkpoint import load_model_config
 from rar_lib.config import TrainerConfig
 from rar_lib.engines.base import NamedTensors
 from rar_lib.engines.megatron_cpu import import_megatron
+from rar_lib.engines.megatron_router import point_router
 from rar_lib.errors import EngineError
-from rar_lib.replay.points import SelectionPoint
 
 SUPPORTED = ("qwen3_moe",)
 
@@ -109,27 +109,14 @@ def build_model(path: Path, trainer: TrainerConfig) -> Any:
     import_megatron()
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.moe.router import TopKRouter
 
     hf = load_model_config(path)
     config = transformer_config(hf, trainer)
 
-    class PointRouter(TopKRouter):
-        """TopKRouter with a plain gate and a selection point as its replay object."""
-
-        def gating(self, input: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
-
-        def set_layer_number(self, layer_number: int) -> None:
-            super().set_layer_number(layer_number)
-            self.router_replay = SelectionPoint(
-                layer_number - 1, self.config.num_moe_experts, self.topk, "sequence", "TopKRouter"
-            )
-
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
-    spec.submodules.mlp.submodules.router = PointRouter
+    spec.submodules.mlp.submodules.router = point_router()
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
