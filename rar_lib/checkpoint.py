@@ -102,7 +102,7 @@ def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a checkpoint folder.
 
     Raises:
-        ConfigError: if there is none, or it lacks an end token.
+        ConfigError: if there is none, it has more tokens than the model, or it lacks an end token.
     """
     from transformers import AutoTokenizer
 
@@ -110,6 +110,9 @@ def load_tokenizer(path: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {path}: no tokenizer could be loaded: {error}") from None
+    vocabulary = load_model_config(path).get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise ConfigError(f"model.path {path}: the tokenizer has {len(tokenizer)} tokens, the model only {vocabulary}")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model.path {path}: the tokenizer has no end token, which a response needs")
     return tokenizer

@@ -159,8 +159,11 @@ class EvaluationConfig(_Part):
 
 
 class DiagnosticsConfig(_Part):
-    """What is measured beside the run."""
+    """What is measured beside the run. None of it changes the run."""
 
+    enabled: bool = Field(
+        True, description="false: only what the run itself computes; no paired pass, noise floor or traces"
+    )
     noise_floor_every: int = Field(10, ge=1, description="steps between two measurements of the engines' own noise")
     save_traces_every: int = Field(
         0, ge=0, description="steps between two stored route traces; 0: the first and last step"

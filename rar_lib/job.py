@@ -112,6 +112,7 @@ def run_job(
 
 def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, store: RunStore, show: Style) -> None:
     """The loop."""
+    diagnose = config.diagnostics.enabled
     mode, policy = MODES[config.router_replay.arm], get_policy(config.router_replay.policy)
     tokenizer = load_tokenizer(path)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -147,19 +148,20 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         old_replay = planned(mode.old_record(traces))
         old = trainer.logprobs(batch, temperature=temperature, replay=old_replay, capture=old_replay is None)
         clock.tick("old")
-        other_replay = planned(MODES[mode.counterpart].old_record(traces))
-        other = trainer.logprobs(batch, temperature=temperature, replay=other_replay, capture=other_replay is None)
-        scored = {"none": old, "R3": other} if old_replay is None else {"none": other, "R3": old}
+        scored = {"none" if old_replay is None else "R3": old}
+        if diagnose:
+            other_replay = planned(MODES[mode.counterpart].old_record(traces))
+            scored["R3" if old_replay is None else "none"] = trainer.logprobs(
+                batch, temperature=temperature, replay=other_replay, capture=other_replay is None
+            )
         clock.tick("paired")
         if old.trace is not None:
             traces["old"] = old.trace
         if step == start:
-            _require_sync(mu, scored["none"], batch)
-        floor = (
-            _noise_floor(config, rollout, trainer, batch, mu, scored["none"])
-            if _due(config, step, config.diagnostics.noise_floor_every)
-            else {}
-        )
+            _require_sync(mu, old, batch)
+        floor: measure.Row = {}
+        if diagnose and _due(config, step, config.diagnostics.noise_floor_every):
+            floor = _noise_floor(config, rollout, trainer, batch, mu, scored["none"])
         clock.tick("noise_floor")
 
         # 3. Learn: one optimizer step on each share of the prompts, replaying what the mode says.
@@ -186,18 +188,18 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
             "step": step,
             **measure.sample_row(rewards, batch, sample, flat_groups),
             **measure.mismatch_row(mu, old.logprobs, updates, mask),
-            **measure.paired_row(mu, scored, mask),
-            **measure.agreement_row(sample, scored["none"]),
             **measure.replay_row(sample, old, old_replay, updates, update_replay),
             **measure.update_row(updates, int(mask.sum())),
         }
-        paired += measure.paired_by_prompt(step, mu, scored, batch, sample)
-        if _due(config, step, config.diagnostics.save_traces_every):
-            _save_traces(store, step, sample, scored["none"])
+        if diagnose:
+            row |= measure.paired_row(mu, scored, mask) | measure.agreement_row(sample, scored["none"]) | floor
+            paired += measure.paired_by_prompt(step, mu, scored, batch, sample)
+            if _due(config, step, config.diagnostics.save_traces_every):
+                _save_traces(store, step, sample, scored["none"])
         last = step + 1 == config.steps
         if config.evaluation.every and not last and (step + 1) % config.evaluation.every == 0:
             row["evaluation/reward"] = _evaluate(config, rollout, prompts)
-        rows.append(row | floor | clock.row)
+        rows.append(row | clock.row)
         if last or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
             with store.new_checkpoint(step + 1) as folder:
                 trainer.save(folder)

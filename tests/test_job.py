@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -222,3 +224,47 @@ def test_any_local_moe_works_in_place_of_the_base(family: str, tmp_path: Path, t
     trace = RouteTrace.load(next((run.path / "traces").glob("*-rollout.safetensors")))
     assert (trace.header.num_layers, trace.header.model_id) == (2, family)
     assert run.summary["negative_control"] > 0
+
+
+@pytest.mark.parametrize("arm", ["none", "R2", "R3"])
+def test_diagnostics_off_leaves_losses_and_tokens_as_they_are(
+    arm: str, runs: dict[str, RunResult], tmp_path: Path
+) -> None:
+    bare = run_job(small(arm, "diagnostics.enabled=false"), runs_dir=tmp_path, show="none")
+    columns = list(numbers(bare.metrics).columns)
+    assert "update/loss" in columns
+    assert not [c for c in columns if c.startswith(("paired/", "agreement/", "noise_floor/"))]
+    pd.testing.assert_frame_equal(bare.metrics[columns], runs[arm].metrics[columns], check_exact=True)
+    assert bare.paired.empty
+    assert not list((bare.path / "traces").iterdir())
+
+
+def test_kill_9_at_any_point_and_start_again(tmp_path: Path) -> None:
+    """The process dies without a chance to tidy up, three times; the end is bit-equal to a run that was left alone."""
+    overrides = [*SMALL, "steps=12", "checkpoint_every=1", "router_replay.mode=R2"]
+    command = [sys.executable, "-m", "rar_lib", "run", "--set", "rollout.engine=hf", "--set", "trainer.engine=hf"]
+    command += [part for override in overrides for part in ("--set", override)]
+    whole = subprocess.run(
+        [*command, "--runs-dir", str(tmp_path / "whole")], capture_output=True, text=True, check=True
+    )
+    rng = np.random.default_rng(0)
+    for kill in range(3):
+        process = subprocess.Popen(
+            [*command, "--runs-dir", str(tmp_path / "cut")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while process.poll() is None and len(list(tmp_path.glob("cut/*/checkpoints/step-*"))) == 0 and kill == 0:
+            time.sleep(0.02)
+        if kill:
+            time.sleep(5.0)  # imports; then anywhere in the loop
+        time.sleep(rng.uniform(0, 1.0))
+        process.kill()
+        process.wait()
+    subprocess.run([*command, "--runs-dir", str(tmp_path / "cut")], capture_output=True, text=True, check=True)
+    (cut,) = (tmp_path / "cut").iterdir()
+    left_alone = Path(whole.stdout.splitlines()[-1])
+    for name in ("metrics.parquet", "paired.parquet"):
+        a, b = (numbers(pd.read_parquet(folder / name)) for folder in (left_alone, cut))
+        pd.testing.assert_frame_equal(a, b, check_exact=True)
+    newest = "checkpoints/step-000012/trainer.safetensors"
+    assert (left_alone / newest).read_bytes() == (cut / newest).read_bytes()
+    assert not list(cut.rglob("*.partial"))

@@ -24,6 +24,7 @@ from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch, Traine
 from rar_lib.engines.hf_weights import load_hf_weights
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.precision import at_precision
+from rar_lib.errors import EngineError
 from rar_lib.replay.contexts import recording
 from rar_lib.replay.points import find_points
 from rar_lib.seeding import derive_seed
@@ -170,7 +171,18 @@ def pack_rollout(
     routes: Sequence[np.ndarray],
     version: int,
 ) -> RouteTrace:
-    """A rollout trace from `[P + R - 1, L, K]` routes a sequence: the last token of each has none."""
+    """A rollout trace from `[P + R - 1, L, K]` routes a sequence: the last token of each has none.
+
+    Raises:
+        EngineError: if a sequence has another number of rows; names it, its tokens T and the rows found.
+    """
+    for i, (prompt, response, rows) in enumerate(zip(prompts, responses, routes, strict=True)):
+        total = len(prompt) + len(response)
+        if rows.shape != (total - 1, header.num_layers, header.top_k):
+            raise EngineError(
+                f"sequence {i}: {total} tokens need routes of shape {(total - 1, header.num_layers, header.top_k)}, "
+                f"found {rows.shape}"
+            )
     lengths = np.array([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)])
     blank = np.full((1, header.num_layers, header.top_k), -1, dtype=np.int64)
     experts = np.concatenate([part for rows in routes for part in (rows.astype(np.int64), blank)])

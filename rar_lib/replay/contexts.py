@@ -149,6 +149,8 @@ class Replaying:
         self._column = {layer: i for i, layer in enumerate(mine.moe_layers)}
         self._points = find_points(model).points
         self._rows: torch.Tensor = torch.arange(trace.num_sequences)
+        self._lengths = torch.from_numpy(trace.lengths)
+        self._tokens = _padded_tokens(trace)
         self.forced_cells = 0
         self.changed_cells = 0
 
@@ -157,6 +159,25 @@ class Replaying:
         self._rows = torch.as_tensor(sequences, dtype=torch.int64)
         for point in self._points:
             point.begin()
+
+    def _check_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The forward must hold the tokens that the trace speaks of, right-padded."""
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if self._tokens is None or not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
+            return
+        if len(tokens) != len(self._rows):
+            raise ReplayError(f"the forward holds {len(tokens)} sequences, the replay is focused on {len(self._rows)}")
+        width = min(tokens.shape[1], self._tokens.shape[1])
+        inside = torch.arange(width)[None, :] < self._lengths[self._rows][:, None]
+        expected, found = self._tokens[self._rows][:, :width], tokens[:, :width].cpu()
+        wrong = inside & (expected != found)
+        if wrong.any():
+            row, position = wrong.nonzero()[0].tolist()
+            raise ReplayError(
+                f"sequence {int(self._rows[row])}, token {position}: the trace speaks of token id "
+                f"{int(expected[row, position])}, the forward holds {int(found[row, position])}; replay needs the same "
+                "tokens in the same order, right-padded"
+            )
 
     def _select(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         target = self._targets[self._rows, :, self._column[point.layer]]
@@ -186,11 +207,26 @@ def replaying(model: torch.nn.Module, trace: RouteTrace, planned: np.ndarray | N
         planned: `[N, L]` bool over the trace's tokens, which routes to force; by default all that are recorded.
 
     Raises:
-        ReplayError: if experts, top-k or MoE layers of trace and model differ, or the rows of a forward do not fit.
+        ReplayError: if experts, top-k or MoE layers of trace and model differ, if the rows of a forward do not fit, or if
+            the forward holds other tokens than the trace (where the trace carries its tokens).
     """
     replay = Replaying(model, trace, planned)
-    with selecting(model, [replay._select] * len(replay._points)):
-        yield replay
+    handle = model.register_forward_pre_hook(replay._check_inputs, with_kwargs=True)
+    try:
+        with selecting(model, [replay._select] * len(replay._points)):
+            yield replay
+    finally:
+        handle.remove()
+
+
+def _padded_tokens(trace: RouteTrace) -> torch.Tensor | None:
+    """`[S, T]` int64, right-padded with 0; None if the trace does not carry its tokens."""
+    if trace.token_ids is None:
+        return None
+    inside = np.arange(int(trace.lengths.max(initial=0)))[None, :] < trace.lengths[:, None]
+    tokens = np.zeros(inside.shape, dtype=np.int64)
+    tokens[inside] = trace.token_ids
+    return torch.from_numpy(tokens)
 
 
 def _unflatten(rows: torch.Tensor, num_sequences: int, point: SelectionPoint) -> torch.Tensor:

@@ -28,8 +28,10 @@ def paired_ratio(paired: pd.DataFrame, *, seed: int = 0, resamples: int = RESAMP
         resamples: bootstrap draws; a percentile interval.
 
     Returns:
-        ratio, low, high; all None if k3 under none is 0.
+        ratio, low, high; all None if k3 under none is 0, or nothing was paired.
     """
+    if paired.empty:
+        return {"ratio": None, "low": None, "high": None}
     sums = paired.groupby("prompt")[["k3_sum/none", "k3_sum/R3"]].sum()
     none, full = (sums[f"k3_sum/{arm}"].to_numpy(float) for arm in ("none", "R3"))
     if none.sum() == 0:

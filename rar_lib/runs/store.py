@@ -109,9 +109,24 @@ class RunStore:
         return read_table(self.path / "paired.parquet")
 
     def write_tables(self, metrics: list[dict[str, Any]], paired: list[dict[str, Any]]) -> None:
-        """Replace both tables."""
-        write_table(self.path / "metrics.parquet", pd.DataFrame(metrics))
-        write_table(self.path / "paired.parquet", pd.DataFrame(paired))
+        """Replace both tables.
+
+        Raises:
+            RunError: if they cannot be written; the tables of the step before stay.
+        """
+        with self._writing():
+            write_table(self.path / "metrics.parquet", pd.DataFrame(metrics))
+            write_table(self.path / "paired.parquet", pd.DataFrame(paired))
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"run folder {self.path}: {error.strerror or error}; what was written before is whole, and the run "
+                "continues from its last checkpoint when it is started again"
+            ) from error
 
     def summary(self) -> dict[str, Any]:
         """The summary of a complete run."""
@@ -119,7 +134,8 @@ class RunStore:
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary: the run is complete."""
-        write_json(self.path / "summary.json", summary)
+        with self._writing():
+            write_json(self.path / "summary.json", summary)
 
     def write_environment(self) -> None:
         """Versions, threads, machine kind and git revision of this process."""
@@ -133,10 +149,11 @@ class RunStore:
         final = self.path / "checkpoints" / f"step-{step:06d}"
         partial = final.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        yield partial
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        with self._writing():
+            partial.mkdir()
+            yield partial
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
         for old in self.checkpoints()[:-KEEP_CHECKPOINTS]:
             shutil.rmtree(self.path / "checkpoints" / f"step-{old:06d}")
 
