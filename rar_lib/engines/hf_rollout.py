@@ -61,6 +61,9 @@ class HFRollout:
     ) -> RolloutResult:
         """See `Rollout.generate`."""
         started = time.perf_counter()
+        longest = self.model.config.get_text_config().max_position_embeddings
+        for uid, prompt in zip(uids, prompts, strict=True):
+            require_length(uid, len(prompt), sampling.max_new_tokens, longest)
         by_length: dict[int, list[int]] = defaultdict(list)
         for i, prompt in enumerate(prompts):
             by_length[len(prompt)].append(i)
@@ -161,6 +164,16 @@ class HFRollout:
         with torch.no_grad():
             logits = self.model(input_ids=batch.tokens, use_cache=False).logits
         return response_logprobs(logits.float(), batch.tokens, batch.response_mask, sampling.temperature)
+
+
+def require_length(uid: str, prompt: int, new: int, longest: int) -> None:
+    """Refuse a prompt that may outgrow the model.
+
+    Raises:
+        EngineError: names the prompt and the three lengths in tokens.
+    """
+    if prompt + new > longest:
+        raise EngineError(f"prompt {uid}: {prompt} + {new} tokens exceed the model's {longest}")
 
 
 def pack_rollout(

@@ -8,6 +8,7 @@ batch (`calculate_per_token_loss`). Not run on a GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,9 +175,11 @@ class MegatronTrainer:
         """See `Trainer.update`."""
         result = self.gradients(batch, objective, temperature=temperature, replay=replay)
         with without_cuda():
-            done, norm, _ = self.optimizer.step()
-        if not done or not torch.isfinite(torch.tensor(float(norm))):
-            raise EngineError(f"gradient norm is {norm} at a loss of {result.loss}: the update is not valid")
+            self.optimizer.prepare_grads()
+            norm = self.optimizer.get_grad_norm()
+            if not math.isfinite(norm):  # Megatron's own step would write it into the weights
+                raise EngineError(f"gradient norm is {norm} at a loss of {result.loss}: the update was not taken")
+            self.optimizer.step()
         return UpdateResult(
             result.loss, float(norm), result.logprobs, result.statistics, result.forced_cells, result.changed_cells
         )

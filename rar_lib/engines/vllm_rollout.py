@@ -30,7 +30,7 @@ import torch
 from rar_lib.checkpoint import load_model_config, seeded
 from rar_lib.config import RolloutConfig, SamplingConfig
 from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
-from rar_lib.engines.hf_rollout import pack_rollout
+from rar_lib.engines.hf_rollout import pack_rollout, require_length
 from rar_lib.engines.precision import at_precision
 from rar_lib.errors import EngineError
 from rar_lib.replay.contexts import describe_routers
@@ -139,10 +139,7 @@ class VLLMRollout:
 
         started = time.perf_counter()
         for uid, prompt in zip(uids, prompts, strict=True):
-            if len(prompt) + sampling.max_new_tokens > self.max_length:
-                raise EngineError(
-                    f"prompt {uid}: {len(prompt)} + {sampling.max_new_tokens} tokens exceed the model's {self.max_length}"
-                )
+            require_length(uid, len(prompt), sampling.max_new_tokens, self.max_length)
         params = SamplingParams(
             temperature=sampling.temperature,
             max_tokens=sampling.max_new_tokens,
@@ -237,13 +234,13 @@ def _waves(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 def _create(path: Path, dtype: str, max_length: int) -> Any:
     try:
-        from vllm import LLM
+        import vllm
     except ImportError as error:
         raise EngineError(
             f"rollout.engine vllm: vLLM is not installed ({error}); install the extra rar-lib[vllm]"
         ) from None
     try:
-        return LLM(
+        return vllm.LLM(
             model=str(path),
             dtype=dtype,
             enforce_eager=True,
@@ -256,8 +253,10 @@ def _create(path: Path, dtype: str, max_length: int) -> Any:
             num_gpu_blocks_override=KV_BLOCKS,
             disable_log_stats=True,
         )
-    except TypeError as error:
-        raise EngineError(f"rollout.engine vllm: this version cannot capture routed experts: {error}") from None
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise EngineError(
+            f"rollout.engine vllm: vLLM {vllm.__version__} cannot be started with capture of routed experts: {error}"
+        ) from error
 
 
 def _reload(worker: Any, weights: list[tuple[str, torch.Tensor]]) -> None:
