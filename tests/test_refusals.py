@@ -51,7 +51,9 @@ def trainer(checkpoint: Path) -> HFTrainer:
 
 
 def test_unknown_config_key() -> None:
-    with pytest.raises(ConfigError, match=r"router_replay\.budgets: no such field; allowed here: enabled, mode, policy"):
+    with pytest.raises(
+        ConfigError, match=r"router_replay\.budgets: no such field; allowed here: enabled, mode, policy"
+    ):
         JobConfig.build({"router_replay": {"budgets": 0.5}})
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rar_lib.engines.base import Replay, TokenBatch
+from rar_lib.errors import ReplayError
 from rar_lib.replay.contexts import Recording, Replaying, recording, replaying
 from rar_lib.traces.trace import RouteTrace, Status
 
@@ -46,9 +47,11 @@ class RouteCollector:
 
 @contextlib.contextmanager
 def open_routes(
-    model: Any, replay: Replay | None, capture: bool
+    model: Any, batch: TokenBatch, replay: Replay | None, capture: bool
 ) -> Iterator[tuple[Replaying | None, RouteCollector | None]]:
     """Open replaying, and inside it recording of what is executed, as asked for."""
+    if replay is not None and replay.trace.num_sequences != len(batch):
+        raise ReplayError(f"the batch has {len(batch)} sequences, the trace to replay {replay.trace.num_sequences}")
     with contextlib.ExitStack() as stack:
         forced = stack.enter_context(replaying(model, replay.trace, replay.planned)) if replay is not None else None
         collector = RouteCollector(stack.enter_context(recording(model))) if capture else None

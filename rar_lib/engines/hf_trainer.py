@@ -70,7 +70,7 @@ class HFTrainer:
         """See `Trainer.logprobs`."""
         out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         mask = batch.response_mask
-        with torch.no_grad(), open_routes(self.model, replay, capture) as (forced, collector):
+        with torch.no_grad(), open_routes(self.model, batch, replay, capture) as (forced, collector):
             for rows in batch.micro_batches(micro_batch_size or self.config.micro_batch_size):
                 if forced is not None:
                     forced.focus(rows)
@@ -90,7 +90,7 @@ class HFTrainer:
         out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         loss, statistics = 0.0, dict[str, float]()
         self.optimizer.zero_grad()
-        with open_routes(self.model, replay, capture=False) as (forced, _):
+        with open_routes(self.model, batch, replay, capture=False) as (forced, _):
             for rows in batch.micro_batches(self.config.micro_batch_size):
                 if forced is not None:
                     forced.focus(rows)

@@ -131,7 +131,7 @@ class MegatronTrainer:
         """See `Trainer.logprobs`."""
         out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         mask = batch.response_mask
-        with torch.no_grad(), without_cuda(), open_routes(self.model, replay, capture) as (forced, collector):
+        with torch.no_grad(), without_cuda(), open_routes(self.model, batch, replay, capture) as (forced, collector):
 
             def after(rows: torch.Tensor, logits: torch.Tensor) -> Any:
                 out[rows] = response_logprobs(logits, batch.tokens[rows], mask[rows], temperature).float()
@@ -165,7 +165,7 @@ class MegatronTrainer:
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with without_cuda(), open_routes(self.model, replay, capture=False) as (forced, _):
+        with without_cuda(), open_routes(self.model, batch, replay, capture=False) as (forced, _):
             self._run(batch, self.config.micro_batch_size, forced, after, forward_only=False)
         return UpdateResult(total / int(mask.sum()), float("nan"), out, statistics, *route_counts(forced))
 

@@ -155,8 +155,17 @@ class Replaying:
         self.changed_cells = 0
 
     def focus(self, sequences: Sequence[int] | torch.Tensor) -> None:
-        """The next forward holds these sequences of the trace, in this order."""
-        self._rows = torch.as_tensor(sequences, dtype=torch.int64)
+        """The next forward holds these sequences of the trace, in this order.
+
+        Raises:
+            ReplayError: for a sequence that the trace does not have.
+        """
+        rows, known = torch.as_tensor(sequences, dtype=torch.int64), len(self._targets)
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < known:
+            raise ReplayError(
+                f"the trace has {known} sequences; asked to focus on {int(rows.min())} to {int(rows.max())}"
+            )
+        self._rows = rows
         for point in self._points:
             point.begin()
 
