@@ -12,6 +12,7 @@ import hashlib
 import json
 import string
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import torch
 
 from rar_lib.config import TaskConfig
 from rar_lib.errors import ConfigError
+from rar_lib.replay.contexts import describe_routers
 from rar_lib.seeding import derive_seed
 from rar_lib.tasks import Problem, Task
+from rar_lib.traces.trace import TraceHeader
 
 DATA_DIR = Path(__file__).resolve().parent.parent / "data"
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<bos>")
@@ -69,11 +72,11 @@ def resolve_checkpoint(name: str) -> Path:
 
 
 def digest_checkpoint(path: Path) -> str:
-    """SHA-256 over config, tokenizer and weights of a checkpoint folder, by name and content."""
+    """SHA-256 over every file of a checkpoint folder (hidden ones apart), by name and content."""
     sha = hashlib.sha256()
-    for file in sorted(path.iterdir()):
-        if file.suffix in (".json", ".safetensors") and file.is_file():
-            sha.update(file.name.encode())
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
+            sha.update(str(file.relative_to(path)).encode())
             with file.open("rb") as stream:
                 sha.update(hashlib.file_digest(stream, "sha256").digest())
     return sha.hexdigest()
@@ -118,11 +121,43 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Token ids that an engine must know: those that end a response, and the one that fills a batch."""
+
+    end: tuple[int, ...]
+    pad: int
+
+
+def special_tokens(path: Path, tokenizer: Any) -> SpecialTokens:
+    """The end tokens of tokenizer, config.json and generation_config.json together; padding falls back to an end token."""
+    found = {tokenizer.eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        file = path / name
+        named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        found |= set(named) if isinstance(named, list) else {named}
+    end = tuple(sorted(token for token in found if token is not None))
+    pad = tokenizer.pad_token_id
+    return SpecialTokens(end, tokenizer.eos_token_id if pad is None else pad)
+
+
 def load_model_config(path: Path) -> Any:
     """The Transformers config of a checkpoint folder."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(path)
+
+
+def router_header(path: Path) -> TraceHeader:
+    """E, K and MoE layer numbers of a checkpoint, from the routers of its model built without memory.
+
+    Raises:
+        ReplayError: if the model has no routers, or some that cannot be replayed; names them.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return describe_routers(AutoModelForCausalLM.from_config(load_model_config(path)))
 
 
 def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -202,7 +237,7 @@ def warm_start(
         log: called with (step, loss, expected reward).
 
     Returns:
-        steps, loss (nats a token, last batch) and expected reward at the end.
+        steps, loss of the last batch (nats a token, load-balancing loss included) and expected reward at the end.
 
     Raises:
         ConfigError: if the target was not reached.

@@ -43,16 +43,30 @@ class TaskConfig(_Part):
         default_factory=lambda: {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 3},
         description="parameters of the reasoning-gym task",
     )
-    reverse_digits: bool = Field(True, description="answers are written least significant digit first")
+    reverse_digits: bool = Field(
+        True, description="answers are written last character first, which suits sums; off by default for 'file'"
+    )
     prompts_file: str | None = Field(None, description="JSON lines with `prompt` and `answer`, for name 'file'")
+    held_out_file: str | None = Field(None, description="the same for evaluation; without it, on the training prompts")
     reward: str = Field(
         "exact_match", description="'exact_match' or 'path/to/file.py:function' (answer, entry) -> float"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_text_is_not_reversed(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("name") == "file":
+            return {"reverse_digits": False, **values}
+        return values
 
     @model_validator(mode="after")
     def _file_needs_a_path(self) -> TaskConfig:
         if (self.name == "file") != (self.prompts_file is not None):
             raise ValueError("task 'file' and prompts_file go together: give both or neither")
+        if self.held_out_file is not None and self.name != "file":
+            raise ValueError(
+                "held_out_file goes with task 'file'; reasoning-gym tasks have held-out items of their own"
+            )
         return self
 
 
@@ -78,6 +92,8 @@ class RolloutConfig(_Part):
 
     @model_validator(mode="after")
     def _knobs_of_hf(self) -> RolloutConfig:
+        if self.engine == "vllm" and self.sampling.temperature < 0.01:
+            raise ValueError(f"vLLM samples no cooler than 0.01; sampling.temperature is {self.sampling.temperature}")
         if self.engine == "vllm" and (self.router_noise or self.zero_mismatch):
             raise ValueError("router_noise and zero_mismatch are knobs of the hf rollout; engine is 'vllm'")
         if self.zero_mismatch and (self.dtype, self.precision, self.router_noise) != ("float32", "native", 0.0):
@@ -183,7 +199,7 @@ class JobConfig(_Part):
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     steps: int = Field(20, gt=0)
     seed: int = Field(0, ge=0, lt=2**31)
-    checkpoint_every: int = Field(10, ge=0, description="steps between two checkpoints; 0: none")
+    checkpoint_every: int = Field(10, ge=0, description="steps between two checkpoints; the last step is always kept")
 
     # ---------------------------------------------------------------- building
 

@@ -19,11 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
 from rar_lib import measure
-from rar_lib.checkpoint import digest_checkpoint, load_tokenizer, resolve_checkpoint
+from rar_lib.checkpoint import (
+    SpecialTokens,
+    digest_checkpoint,
+    load_tokenizer,
+    resolve_checkpoint,
+    router_header,
+    special_tokens,
+)
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import (
     LogprobResult,
@@ -41,7 +49,7 @@ from rar_lib.metrics.mismatch import noise_floor
 from rar_lib.progress import Style, progress
 from rar_lib.replay.control import require_live, wrong_routes
 from rar_lib.replay.modes import MODES
-from rar_lib.replay.policies import get_policy
+from rar_lib.replay.policies import full, get_policy
 from rar_lib.rl.advantages import group_advantages
 from rar_lib.rl.objectives import grpo_loss
 from rar_lib.runs.store import RUNS_DIR, RunStore, write_json
@@ -50,7 +58,11 @@ from rar_lib.tasks import Problem, Task
 from rar_lib.traces.trace import RouteTrace
 
 logger = logging.getLogger("rar")
-LARGEST_SYNC_GAP = 0.5  # nats a token; engines that hold the same weights are far below, a wrong weight map far above
+NOISE_SEQUENCES = 64  # scored one by one for the trainer's noise floor: CPU kernels sum alike at most larger sizes
+
+LARGEST_SYNC_GAP = (
+    0.1  # nats a token; an fp8-rounded bf16 rollout lies near 0.01. Rollout.check_sync is the exact check
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,7 @@ def run_job(
     config = resolve_engines(config, say)
     path, task = resolve_checkpoint(config.model.path), Task(config.task)
     get_policy(config.router_replay.policy)
+    router_header(path)  # a model without replayable routers is refused before anything is started
     digests = {"checkpoint": digest_checkpoint(path), "task": task.digest()}
     store = RunStore(runs_dir or RUNS_DIR, config, digests)
     with store.held():
@@ -115,10 +128,10 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
     diagnose = config.diagnostics.enabled
     mode, policy = MODES[config.router_replay.arm], get_policy(config.router_replay.policy)
     tokenizer = load_tokenizer(path)
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    rollout, trainer = engines.open(config, path, eos, eos if pad is None else pad)
+    special = special_tokens(path, tokenizer)
+    rollout, trainer = engines.open(config, path, special)
     temperature = config.rollout.sampling.temperature
-    prompts = _Prompts(config, task, tokenizer)
+    prompts = _Prompts(config, task, tokenizer, special)
     store.write_environment()
     start, rows, paired, facts = _resume(store, trainer)
     if start:
@@ -150,7 +163,8 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         clock.tick("old")
         scored = {"none" if old_replay is None else "R3": old}
         if diagnose:
-            other_replay = planned(MODES[mode.counterpart].old_record(traces))
+            record = MODES[mode.counterpart].old_record(traces)
+            other_replay = None if record is None else Replay(record, full(record))
             scored["R3" if old_replay is None else "none"] = trainer.logprobs(
                 batch, temperature=temperature, replay=other_replay, capture=other_replay is None
             )
@@ -158,7 +172,8 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         if old.trace is not None:
             traces["old"] = old.trace
         if step == start:
-            _require_sync(mu, old, batch)
+            native = scored.get("none") or trainer.logprobs(batch, temperature=temperature)
+            _require_sync(mu, native, batch)
         floor: measure.Row = {}
         if diagnose and _due(config, step, config.diagnostics.noise_floor_every):
             floor = _noise_floor(config, rollout, trainer, batch, mu, scored["none"])
@@ -200,14 +215,16 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         if config.evaluation.every and not last and (step + 1) % config.evaluation.every == 0:
             row["evaluation/reward"] = _evaluate(config, rollout, prompts)
         rows.append(row | clock.row)
+        store.write_tables(rows, paired)
         if last or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
             with store.new_checkpoint(step + 1) as folder:
                 trainer.save(folder)
                 write_json(folder / "state.json", {"rows": rows, "paired": paired, "facts": facts})
-        store.write_tables(rows, paired)
         bar.step(step + 1, f"reward {row['reward/mean']:.3f} k3 {row['mismatch/rollout_old/k3']:.2e}")
     bar.close()
     facts["evaluation_last"] = _evaluate(config, rollout, prompts)
+    facts["evaluated_on"] = task.evaluated_on
+    store.write_tables(rows, paired)  # a kill between the last checkpoint and its tables leaves them one step behind
     store.finish(_summarise(config, store.path.name, pd.DataFrame(rows), facts))
 
 
@@ -217,8 +234,8 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
 class _Prompts:
     """Problems by step, and what the engines need of them."""
 
-    def __init__(self, config: JobConfig, task: Task, tokenizer: Any) -> None:
-        self.config, self.task, self.tokenizer = config, task, tokenizer
+    def __init__(self, config: JobConfig, task: Task, tokenizer: Any, special: SpecialTokens) -> None:
+        self.config, self.task, self.tokenizer, self.special = config, task, tokenizer, special
         self._first = derive_seed(config.seed, "problems") % 2**28
 
     def train(self, step: int) -> list[Problem]:
@@ -235,21 +252,19 @@ class _Prompts:
         prompts = [self.tokenizer(p.prompt)["input_ids"] for p in problems]
         uids = [f"{p.uid}/{i // g}.{i % g}" for i, p in enumerate(problems)]
         sample = rollout.generate(prompts, self.config.rollout.sampling, uids, seed)
-        pad = self.tokenizer.pad_token_id
         batch = TokenBatch.pack(
             prompts,
             sample.responses,
             uids,
             [i // g for i in range(len(problems))],
-            self.tokenizer.eos_token_id if pad is None else pad,
+            self.special.pad,
             self.config.algorithm.updates_per_batch,
         )
         return sample, batch
 
     def text(self, response: tuple[int, ...]) -> str:
         """Decoded response without its end token."""
-        eos = self.tokenizer.eos_token_id
-        return self.tokenizer.decode([t for t in response if t != eos])
+        return self.tokenizer.decode([t for t in response if t not in self.special.end])
 
 
 class _Clock:
@@ -275,24 +290,32 @@ def _objective(config: JobConfig, old: torch.Tensor, advantages: torch.Tensor, m
     return objective
 
 
-def _negative_control(config: JobConfig, rollout: Rollout, trainer: Trainer, prompts: _Prompts) -> float:
-    """Mean |Δ log-prob| under deliberately wrong routes, on a few prompts of the first step. Refuses a dead replay."""
+def _negative_control(config: JobConfig, rollout: Rollout, trainer: Trainer, prompts: _Prompts) -> float | None:
+    """Mean |Δ log-prob| under deliberately wrong routes, on a few prompts of the first step. Refuses a dead replay.
+
+    None where every router uses all its experts: no route is wrong there, and replay has no effect.
+    """
     problems = prompts.train(0)[: 2 * config.algorithm.group_size]
     _, batch = prompts.sample(rollout, problems, derive_seed(config.seed, "control"))
     temperature = config.rollout.sampling.temperature
     native = trainer.logprobs(batch, temperature=temperature, capture=True)
     assert native.trace is not None
+    header = native.trace.header
+    if header.top_k == header.num_experts:
+        return None
     wrong = wrong_routes(native.trace)
-    moved = trainer.logprobs(batch, temperature=temperature, replay=Replay(wrong, wrong.recorded.copy()))
+    moved = trainer.logprobs(batch, temperature=temperature, replay=Replay(wrong, wrong.recorded.copy()), capture=True)
+    assert moved.trace is not None
     mask = batch.response_mask
-    return require_live(native.logprobs[mask].numpy(), moved.logprobs[mask].numpy())
+    return require_live(native.logprobs[mask].numpy(), moved.logprobs[mask].numpy(), wrong, moved.trace)
 
 
 def _evaluate(config: JobConfig, rollout: Rollout, prompts: _Prompts) -> float | None:
     """Mean reward of one sample a held-out prompt, with the same draws each time; never under replay."""
     if not config.evaluation.prompts:
         return None
-    problems = [prompts.task.problem(i, "held_out") for i in range(config.evaluation.prompts)]
+    task = prompts.task
+    problems = [task.problem(i, task.evaluated_on) for i in range(config.evaluation.prompts)]
     sample, _ = prompts.sample(rollout, problems, derive_seed(config.seed, "evaluation"), group_size=1)
     scores = [prompts.task.score(prompts.text(r), p) for r, p in zip(sample.responses, problems, strict=True)]
     return sum(scores) / len(scores)
@@ -301,19 +324,25 @@ def _evaluate(config: JobConfig, rollout: Rollout, prompts: _Prompts) -> float |
 def _noise_floor(
     config: JobConfig, rollout: Rollout, trainer: Trainer, batch: TokenBatch, mu: torch.Tensor, native: LogprobResult
 ) -> measure.Row:
-    """Each engine against itself at θ_old. vLLM cannot score given tokens at another temperature than 1: undefined."""
-    mask, sampling, size = batch.response_mask, config.rollout.sampling, config.trainer.micro_batch_size
+    """Each engine against itself at θ_old; absent where it cannot be measured.
+
+    vLLM cannot score given tokens at another temperature than 1, and one sequence at a time has no other split.
+    """
+    mask, sampling = batch.response_mask, config.rollout.sampling
     row: measure.Row = {}
     if config.rollout.engine != "vllm" or sampling.temperature == 1.0:
         row |= noise_floor(mu, rollout.rescore(batch, sampling), mask, prefix="noise_floor/rollout/")
-    other = trainer.logprobs(batch, temperature=sampling.temperature, micro_batch_size=max(1, size * 3 // 5))
-    return row | noise_floor(native.logprobs, other.logprobs, mask, prefix="noise_floor/trainer/")
+    if config.trainer.micro_batch_size == 1:
+        return row
+    some = torch.arange(min(len(batch), NOISE_SEQUENCES))
+    alone = trainer.logprobs(batch.select(some), temperature=sampling.temperature, micro_batch_size=1)
+    return row | noise_floor(native.logprobs[some], alone.logprobs, mask[some], prefix="noise_floor/trainer/")
 
 
 def _require_sync(mu: torch.Tensor, native: LogprobResult, batch: TokenBatch) -> None:
     """Rollout and trainer hold the same weights: their log-probs must be close before anything is learned from them."""
     gap = float((native.logprobs - mu)[batch.response_mask].abs().mean())
-    if gap > LARGEST_SYNC_GAP:
+    if not gap <= LARGEST_SYNC_GAP:
         raise EngineError(
             f"rollout and trainer should hold the same weights, but their log-probs differ by {gap:.3f} nats a token "
             f"(expected below {LARGEST_SYNC_GAP}): the weights were not pushed, or under wrong names"
@@ -323,10 +352,10 @@ def _require_sync(mu: torch.Tensor, native: LogprobResult, batch: TokenBatch) ->
 def _require_identity(new: torch.Tensor, old: torch.Tensor) -> None:
     """At θ = θ_old, with one plan in both passes, the ratio new/old is exactly 1 (on a GPU: up to its own noise)."""
     gap = float((new - old).abs().max())
-    if gap > (1e-2 if torch.cuda.is_available() else 0.0):
+    if not gap <= (1e-2 if torch.cuda.is_available() else 0.0):
         raise ReplayError(
             f"before the first update of a batch, new and old log-probs differ by up to {gap:.3g} nats (expected 0): "
-            "the passes did not replay the same routes"
+            "the passes did not replay the same routes, or something else in the model changes between two passes"
         )
 
 
@@ -356,10 +385,21 @@ def _save_traces(store: RunStore, step: int, sample: RolloutResult, native: Logp
 def _summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: measure.Row) -> dict[str, Any]:
     """What a table of runs shows, from the table of steps."""
 
-    def mean(column: str) -> float | None:
-        values = table[column].dropna() if column in table else pd.Series(dtype=float)
-        return float(values.mean()) if len(values) else None
+    def values(column: str) -> pd.Series:
+        return table[column].dropna() if column in table else pd.Series(dtype=float)
 
+    def mean(column: str, weight: str | None = None) -> float | None:
+        """Mean over steps; of a mean over tokens or cells, weighted by their number."""
+        column_values = values(column)
+        if column_values.empty:
+            return None
+        weights = None if weight is None else table.loc[column_values.index, weight]
+        return float(np.average(column_values, weights=weights))
+
+    def largest(column: str) -> float | None:
+        return None if values(column).empty else float(values(column).max())
+
+    tokens = "mismatch/rollout_old/tokens"
     times = [c for c in table if str(c).startswith("time/")]
     return {
         "run": run,
@@ -372,15 +412,15 @@ def _summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: measure.
         "reward_first": float(table["reward/mean"].iloc[0]),
         "reward_last": float(table["reward/mean"].iloc[-1]),
         **facts,
-        "k3_rollout_old": mean("mismatch/rollout_old/k3"),
-        "k3_old_new": mean("mismatch/old_new/k3"),
-        "extreme_fraction_tau2": mean("mismatch/rollout_old/extreme_fraction_tau2"),
-        "router_flip": mean("agreement/rollout_native/router_flip"),
+        "k3_rollout_old": mean("mismatch/rollout_old/k3", tokens),
+        "k3_old_new": mean("mismatch/old_new/k3", tokens),
+        "extreme_fraction_tau2": mean("mismatch/rollout_old/extreme_fraction_tau2", tokens),
+        "router_flip": mean("agreement/rollout_native/router_flip", "agreement/rollout_native/cells"),
         "token_any_flip": mean("agreement/rollout_native/token_any_flip"),
         "coverage": mean("replay/coverage"),
         "missing": mean("replay/missing"),
-        "noise_floor_rollout": mean("noise_floor/rollout/k3"),
-        "noise_floor_trainer": mean("noise_floor/trainer/k3"),
+        "noise_floor_rollout": largest("noise_floor/rollout/k3"),
+        "noise_floor_trainer": largest("noise_floor/trainer/k3"),
         "route_bytes_per_token": mean("routes/bytes_per_token"),
         "seconds_per_step": {str(c).removeprefix("time/"): mean(str(c)) for c in times},
     }

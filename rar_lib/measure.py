@@ -110,7 +110,7 @@ def agreement_row(sample: RolloutResult, native: LogprobResult) -> Row:
     compared = agreement(sample.trace, native.trace)
     prefix = "agreement/rollout_native/"
     layers = zip(sample.trace.header.moe_layers, compared.router_flip_by_layer(), strict=True)
-    by_layer = {f"{prefix}router_flip/layer_{layer}": float(rate) for layer, rate in layers}
+    by_layer = {f"{prefix}router_flip/layer_{layer}": None if np.isnan(rate) else float(rate) for layer, rate in layers}
     return {**compared.scalars(prefix), **by_layer}
 
 
@@ -121,16 +121,19 @@ def replay_row(
     updates: Sequence[tuple[torch.Tensor, UpdateResult]],
     update_replay: Replay | None,
 ) -> Row:
-    """Coverage of the rollout's record, and how much of it was planned and bound in each pass; zeros without replay."""
+    """Coverage of the rollout's record, and how much of it was planned and bound in each pass; zeros without replay.
+
+    A planned route binds where it differs from `native_local`, the live choice inside the replayed forward.
+    """
     coverage = sample.trace.coverage()
     forced, changed = (sum(getattr(u, name) for _, u in updates) for name in ("forced_cells", "changed_cells"))
     return {
         "replay/coverage": coverage["recorded"],
         "replay/missing": coverage["missing"],
         "replay/old/nominal": _share(old.forced_cells, old_replay),
-        "replay/old/binding": _share(old.changed_cells, old_replay),
+        "replay/old/binding_native_local": _share(old.changed_cells, old_replay),
         "replay/update/nominal": _share(forced, update_replay),
-        "replay/update/binding": _share(changed, update_replay),
+        "replay/update/binding_native_local": _share(changed, update_replay),
     }
 
 

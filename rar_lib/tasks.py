@@ -2,8 +2,9 @@
 
 Problems come from reasoning-gym, whose items are made from `seed + index`, so each can be made again alone; the prompt
 is the task's expression (`123+456=`), short enough for a character tokenizer and a half-million-parameter model. The
-reward is exact match, 1.0 or 0.0: reasoning-gym gives some nonsense partial credit, which is not wanted here. A user's
-own task is a file of prompts and, if exact match does not do, a function.
+reward is exact match of the text, 1.0 or 0.0. reasoning-gym's own scorer is not asked: it gives full marks to `17.0`,
+`1,7` and `+17` for `17`, which a policy learns to exploit. A user's own task is a file of prompts and, if exact match
+does not do, a function.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +48,11 @@ class Task:
     def __init__(self, config: TaskConfig) -> None:
         self.config = config
         self._datasets = {} if config.name == "file" else {split: self._dataset(split) for split in SPLIT_SEEDS}
-        self._rows = self._read_prompts() if config.name == "file" else []
+        self._rows: dict[Split, list[dict[str, Any]]] = {}
+        if config.prompts_file is not None:
+            self._rows["train"] = self._read_prompts("prompts_file", config.prompts_file)
+        if config.held_out_file is not None:
+            self._rows["held_out"] = self._read_prompts("held_out_file", config.held_out_file)
         self._reward = None if config.reward == "exact_match" else load_function(config.reward)
 
     def _dataset(self, split: Split) -> Any:
@@ -61,10 +67,15 @@ class Task:
                 f"task.name {self.config.name!r} with task.options {self.config.options}: {error}"
             ) from None
 
-    def _read_prompts(self) -> list[dict[str, Any]]:
-        path = Path(str(self.config.prompts_file))
+    @property
+    def evaluated_on(self) -> Split:
+        """Which prompts an evaluation asks: a prompt file without a held-out one is evaluated on its training prompts."""
+        return "held_out" if self._datasets or "held_out" in self._rows else "train"
+
+    def _read_prompts(self, field: str, name: str) -> list[dict[str, Any]]:
+        path = Path(name)
         if not path.is_file():
-            raise ConfigError(f"task.prompts_file: no file at {path}")
+            raise ConfigError(f"task.{field}: no file at {path}")
         rows = []
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if not line.strip():
@@ -72,23 +83,24 @@ class Task:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ConfigError(f"task.prompts_file {path}, line {number}: {error}") from None
+                raise ConfigError(f"task.{field} {path}, line {number}: {error}") from None
             if (
                 not isinstance(row, dict)
                 or not isinstance(row.get("prompt"), str)
                 or not isinstance(row.get("answer"), str)
             ):
-                raise ConfigError(f"task.prompts_file {path}, line {number}: expected the texts `prompt` and `answer`")
+                raise ConfigError(f"task.{field} {path}, line {number}: expected the texts `prompt` and `answer`")
             rows.append(row)
         if not rows:
-            raise ConfigError(f"task.prompts_file {path}: expected at least one prompt")
+            raise ConfigError(f"task.{field} {path}: expected at least one prompt")
         return rows
 
     def problem(self, index: int, split: Split = "train") -> Problem:
-        """Problem `index` of a split, the same in every process. A prompt file has one split, read in turn."""
-        if self._rows:
-            row = self._rows[index % len(self._rows)]
-            return Problem(f"file/{index % len(self._rows)}", row["prompt"], self._written(row["answer"]), row)
+        """Problem `index` of a split, the same in every process. A prompt file is read in turn, again and again."""
+        if not self._datasets:
+            rows = self._rows.get(split, self._rows["train"])
+            row = rows[index % len(rows)]
+            return Problem(f"file/{split}/{index % len(rows)}", row["prompt"], self._written(row["answer"]), row)
         entry = self._datasets[split][index]
         expression = entry["metadata"].get("expression")
         if expression is None:
@@ -105,17 +117,21 @@ class Task:
     def score(self, response: str, problem: Problem) -> float:
         """Reward of a decoded response (end token removed): 1.0 or 0.0 for exact match, else the user's number."""
         answer = response[::-1] if self.config.reverse_digits else response
-        if self._reward is not None:
-            return float(self._reward(answer, problem.entry))
-        if self._rows:
+        if self._reward is None:
             return float(answer == problem.entry["answer"])
-        return float(self._datasets["train"].score_answer(answer, problem.entry) == 1.0)
+        reward = float(self._reward(answer, problem.entry))
+        if not math.isfinite(reward):
+            raise ConfigError(
+                f"task.reward {self.config.reward!r}: expected a finite number for {problem.uid}, found {reward}"
+            )
+        return reward
 
     def digest(self) -> str:
         """SHA-256 of the task's config and of every file that it reads."""
         sha = hashlib.sha256(json.dumps(self.config.model_dump(mode="json"), sort_keys=True).encode())
-        if self.config.prompts_file:
-            sha.update(Path(self.config.prompts_file).read_bytes())
+        for file in (self.config.prompts_file, self.config.held_out_file):
+            if file:
+                sha.update(Path(file).read_bytes())
         if self._reward is not None:
             sha.update(Path(self.config.reward.rpartition(":")[0]).read_bytes())
         if self._datasets:

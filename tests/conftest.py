@@ -15,7 +15,7 @@ import matplotlib as mpl
 import pytest
 import torch
 
-from rar_lib.checkpoint import load_tokenizer, resolve_checkpoint
+from rar_lib.checkpoint import SpecialTokens, load_tokenizer, resolve_checkpoint
 from rar_lib.config import JobConfig, TaskConfig
 from rar_lib.engines.base import RolloutResult, TokenBatch
 from rar_lib.engines.hf_rollout import HFRollout
@@ -24,6 +24,7 @@ from rar_lib.engines.session import EngineSession
 from rar_lib.measure import rollout_logprobs
 from rar_lib.tasks import Task
 
+SPECIAL = SpecialTokens(end=(1,), pad=0)  # of the shipped tokenizer
 torch.set_num_threads(1)
 mpl.use("agg")  # here and not by the environment, which kernels started by tests would inherit
 HF = {"rollout": {"engine": "hf"}, "trainer": {"engine": "hf"}}
@@ -73,7 +74,7 @@ def sample(rollout: Any, tokenizer: Any, task: Task, n: int = 32, group: int = 4
 def sampled(checkpoint: Path, tokenizer: Any, task: Task) -> Sampled:
     config = hf_config()
     trainer = HFTrainer(checkpoint, config.trainer, config.algorithm)
-    rollout = HFRollout(checkpoint, config.rollout, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    rollout = HFRollout(checkpoint, config.rollout, SPECIAL)
     rollout.load_weights(trainer.weights(), 0)
     return sample(rollout, tokenizer, task)
 

@@ -94,8 +94,13 @@ def test_every_flat_name_reaches_a_field() -> None:
     }
     values |= {"trainer_dtype": "bfloat16"}
     numbers = dict.fromkeys(("router_noise", "temperature", "clip_low", "clip_high", "lr"), 0.5)
-    given: dict[str, Any] = values | numbers | {n: 8 for n in FLAT_NAMES if n not in values and n not in numbers}
-    assert JobConfig.from_flat(**given) != JobConfig()
+    given: dict[str, Any] = values | numbers | {n: 16 for n in FLAT_NAMES if n not in values and n not in numbers}
+    hf = JobConfig.from_flat(engine="hf")
+    for name, value in given.items():
+        single = {"engine": "hf", name: value}
+        if name == "task":
+            single[name] = "basic_arithmetic"
+        assert JobConfig.from_flat(**single) != (JobConfig() if name == "engine" else hf), name
 
 
 def test_override_without_a_value() -> None:

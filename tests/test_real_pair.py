@@ -51,6 +51,7 @@ def test_the_mismatch_lies_above_the_noise_floor(runs: dict[str, RunResult]) -> 
     for run in runs.values():
         for part in ("rollout", "trainer"):
             assert run.summary[f"noise_floor_{part}"] < 0.01 * run.summary["k3_rollout_old"]
+        assert run.metrics["noise_floor/trainer/abs_max"].max() > 0  # a floor that was measured, not a repeat
 
 
 def test_the_table_names_every_arm(runs: dict[str, RunResult]) -> None:

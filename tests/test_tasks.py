@@ -25,7 +25,14 @@ def test_the_prompt_is_the_expression_and_the_answer_its_value(task: Task) -> No
         value = str(eval(problem.prompt.removesuffix("=")))
         assert problem.answer == value[::-1]
         assert task.score(problem.answer, problem) == 1.0
-        assert task.score(problem.answer + "1", problem) == 0.0
+        for wrong in (
+            problem.answer + "1",
+            problem.answer + "0",
+            problem.answer + "+",
+            "0." + problem.answer,
+            " " + problem.answer,
+        ):
+            assert task.score(wrong, problem) == 0.0
         assert task.score("", problem) == 0.0
 
 
@@ -41,14 +48,21 @@ def test_ones_own_prompts_and_reward(tmp_path: Path) -> None:
     prompts.write_text("\n".join(json.dumps({"prompt": p, "answer": a}) for p, a in (("a=", "1"), ("b=", "22"))))
     reward = tmp_path / "reward.py"
     reward.write_text("def near(answer, entry):\n    return 0.5 if len(answer) == len(entry['answer']) else 0\n")
-    task = Task(TaskConfig(name="file", prompts_file=str(prompts), reward=f"{reward}:near", reverse_digits=False))
+    task = Task(TaskConfig(name="file", prompts_file=str(prompts), reward=f"{reward}:near"))
+    assert task.problem(1).answer == "22"  # one's own text is not reversed
+    assert task.evaluated_on == "train"
+    held_out = Task(TaskConfig(name="file", prompts_file=str(prompts), held_out_file=str(prompts)))
+    assert held_out.evaluated_on == "held_out"
     assert [task.problem(i).prompt for i in range(3)] == ["a=", "b=", "a="]
     assert task.score("33", task.problem(1)) == 0.5
-    exact = Task(TaskConfig(name="file", prompts_file=str(prompts), reverse_digits=False))
+    exact = Task(TaskConfig(name="file", prompts_file=str(prompts)))
     assert [exact.score(x, exact.problem(0)) for x in ("1", "2")] == [1.0, 0.0]
     before = task.digest()
     reward.write_text(reward.read_text() + "# changed\n")
     assert task.digest() != before
+    reward.write_text("def near(answer, entry):\n    return float('nan')\n")
+    with pytest.raises(ConfigError, match="expected a finite number for file/train/0, found nan"):
+        Task(task.config).score("1", task.problem(0))
 
 
 @pytest.mark.parametrize(

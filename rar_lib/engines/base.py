@@ -150,6 +150,13 @@ class Rollout(Protocol):
     def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
         """Log-probs `[S, T]` float32 of given tokens under the engine's present weights (0 outside the responses)."""
 
+    def check_sync(self, weights: NamedTensors) -> None:
+        """Prove that pushed weights arrive: `weights`, a trainer's at the checkpoint, must leave the engine as loaded.
+
+        Raises:
+            EngineError: if they do not, to the last bit.
+        """
+
     def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Replace the weights. `weights` holds Hugging Face names, one tensor an expert."""
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
-from rar_lib.checkpoint import load_model, seeded
+from rar_lib.checkpoint import SpecialTokens, load_model, seeded
 from rar_lib.config import RolloutConfig, SamplingConfig
 from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch, Trainer
-from rar_lib.engines.hf_weights import load_hf_weights
+from rar_lib.engines.hf_weights import hf_names, load_hf_weights
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.precision import at_precision
 from rar_lib.errors import EngineError
@@ -37,19 +38,27 @@ class HFRollout:
     Args:
         path: checkpoint folder.
         config: dtype, precision, router noise, zero_mismatch.
-        eos_id: token that ends a response.
-        pad_id: token of the padding.
+        special: tokens that end and pad a response.
         trainer: whose forward re-scores the sample under `zero_mismatch`.
+        shares: update shares of a batch; the re-scoring splits into micro-batches within them, as the trainer does.
     """
 
     name = "hf"
 
     def __init__(
-        self, path: Path, config: RolloutConfig, eos_id: int, pad_id: int, trainer: Trainer | None = None
+        self, path: Path, config: RolloutConfig, special: SpecialTokens, trainer: Trainer | None = None, shares: int = 1
     ) -> None:
-        self.config, self.eos_id, self.pad_id, self.trainer, self.model_id = config, eos_id, pad_id, trainer, path.name
+        self.config, self.special, self.trainer, self.model_id = config, special, trainer, path.name
         self.model: Any = load_model(path, dtype=getattr(torch, config.dtype))
-        self.weight_version = -1
+        self.shares, self.weight_version = shares, -1
+
+    def check_sync(self, weights: NamedTensors) -> None:
+        """See `Rollout.check_sync`."""
+        loaded = {name: tensor.clone() for name, tensor in hf_names(self.model)}
+        load_hf_weights(self.model, weights)
+        moved = [name for name, tensor in hf_names(self.model) if not torch.equal(tensor, loaded[name])]
+        if moved:
+            raise EngineError(f"weights pushed into the rollout differ from those of its checkpoint: {moved[:5]}")
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
         """See `Rollout.load_weights`."""
@@ -77,7 +86,7 @@ class HFRollout:
                 )
                 for row, i in enumerate(chosen):
                     drawn = tokens[row].tolist()
-                    length = drawn.index(self.eos_id) + 1 if self.eos_id in drawn else len(drawn)
+                    length = next((i + 1 for i, t in enumerate(drawn) if t in self.special.end), len(drawn))
                     responses[i], scores[i] = tuple(drawn[:length]), tuple(logp[row, :length].tolist())
                     routes[i] = ids[row, : len(prompts[i]) + length - 1].numpy()
             header = record.header
@@ -111,7 +120,7 @@ class HFRollout:
         draws = torch.from_numpy(uniform)
         cache, step = None, prompts
         tokens, logps = [], []
-        done = torch.zeros(len(prompts), dtype=torch.bool)
+        done, end = torch.zeros(len(prompts), dtype=torch.bool), torch.tensor(self.special.end)
         for position in range(sampling.max_new_tokens):
             out = self.model(input_ids=step, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
@@ -121,7 +130,7 @@ class HFRollout:
             drawn = drawn.clamp_max(logp.shape[-1] - 1)  # u * total may round up to the total itself
             tokens.append(drawn[:, 0])
             logps.append(logp.gather(-1, drawn)[:, 0])
-            done |= drawn[:, 0] == self.eos_id
+            done |= torch.isin(drawn[:, 0], end)
             step = drawn
             if done.all():
                 break
@@ -129,21 +138,26 @@ class HFRollout:
 
     @contextlib.contextmanager
     def _noise(self, seed: int) -> Iterator[None]:
-        """Gaussian noise on every router's input-independent logits, redrawn each call, from a generator of its own."""
+        """Gaussian noise on the logits of every router, redrawn at each call, from a generator of its own."""
         if self.config.router_noise == 0:
             yield
             return
         with seeded(derive_seed(seed, "router-noise")), contextlib.ExitStack() as stack:
-            for module in router_modules(self.model):
+            noises = [
                 stack.enter_context(noisy_linear(module, self.config.router_noise))
+                for module in router_modules(self.model)
+            ]
             yield
+        deaf = [noise.owner for noise in noises if noise.calls == 0]
+        if deaf:
+            raise EngineError(f"rollout.router_noise: {deaf[0]} computes its logits without F.linear and got no noise")
 
     def _rescored(
         self, result: RolloutResult, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, uids: Sequence[str]
     ) -> RolloutResult:
         """The same tokens with log-probs and routes of the trainer's forward, as if it had sampled them."""
         assert self.trainer is not None
-        batch = TokenBatch.pack(prompts, result.responses, uids, range(len(prompts)), self.pad_id)
+        batch = TokenBatch.pack(prompts, result.responses, uids, range(len(prompts)), self.special.pad, self.shares)
         again = self.trainer.logprobs(batch, temperature=sampling.temperature, capture=True)
         assert again.trace is not None
         mask = batch.response_mask
@@ -155,13 +169,17 @@ class HFRollout:
             again.trace.offsets,
             again.trace.status,
             token_ids=again.trace.token_ids,
+            logprobs=np.where(mask[batch.token_mask], again.logprobs[batch.token_mask], np.nan).astype(np.float32),
             policy_version=result.trace.policy_version,
         )
         return RolloutResult(result.responses, scores, trace, result.weight_version, result.seconds)
 
     def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
-        """See `Rollout.rescore`: one forward over whole sequences, where decoding went token by token."""
-        with torch.no_grad():
+        """See `Rollout.rescore`: one forward over whole sequences, where decoding went token by token.
+
+        Router noise is part of the engine, so it is drawn here too, under another key than while sampling.
+        """
+        with torch.no_grad(), self._noise(derive_seed(self.weight_version, "rescore")):
             logits = self.model(input_ids=batch.tokens, use_cache=False).logits
         return response_logprobs(logits.float(), batch.tokens, batch.response_mask, sampling.temperature)
 
@@ -222,24 +240,32 @@ def router_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(getattr(find_points(model), "routers", []))
 
 
+class _Noise(TorchFunctionMode):
+    """Adds Gaussian noise to what `F.linear` returns."""
+
+    def __init__(self, owner: str, scale: float) -> None:
+        super().__init__()
+        self.owner, self.scale, self.calls = owner, scale, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not torch.nn.functional.linear:
+            return out
+        self.calls += 1
+        return out + self.scale * torch.randn_like(out)
+
+
 @contextlib.contextmanager
-def noisy_linear(module: torch.nn.Module, scale: float) -> Iterator[None]:
-    """Add Gaussian noise of this standard deviation to what `F.linear` returns inside a module's forward."""
-    from torch.overrides import TorchFunctionMode
-
-    class Noise(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            return out + scale * torch.randn_like(out) if func is torch.nn.functional.linear else out
-
-    inner = module.forward
+def noisy_linear(module: torch.nn.Module, scale: float) -> Iterator[_Noise]:
+    """Add noise of this standard deviation to every `F.linear` inside a module's forward."""
+    inner, noise = module.forward, _Noise(type(module).__name__, scale)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with Noise():
+        with noise:
             return inner(*args, **kwargs)
 
     module.forward = call
     try:
-        yield
+        yield noise
     finally:
         del module.forward

@@ -46,8 +46,13 @@ class HFTrainer:
         self.config, self.algorithm, self.model_id = config, algorithm, path.name
         self.model: Any = load_model(path)
         if config.recompute:
+            noisy = {k: v for k, v in self.model.config.to_dict().items() if ("dropout" in k or "jitter" in k) and v}
+            if noisy:
+                raise EngineError(
+                    f"trainer.recompute: Transformers recomputes in training mode, where {noisy} would add noise"
+                )
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            self.model.train()  # Transformers recomputes in training mode only; the supported models have no dropout
+            self.model.train()  # Transformers recomputes in training mode only
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=algorithm.lr, weight_decay=algorithm.weight_decay
         )

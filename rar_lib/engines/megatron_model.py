@@ -48,6 +48,15 @@ def transformer_config(hf: Any, trainer: TrainerConfig) -> Any:
             f"window; found dense layers {dense}, attention_bias {hf.attention_bias}, tie_word_embeddings "
             f"{hf.tie_word_embeddings}, use_sliding_window {hf.use_sliding_window}"
         )
+    rope = hf.rope_parameters
+    if (
+        rope.get("rope_type", "default") != "default"
+        or rope.get("partial_rotary_factor", 1.0) != 1.0
+        or hf.hidden_act != "silu"
+    ):
+        raise EngineError(
+            f"trainer.engine megatron: expected plain rotary embeddings and silu, found {rope} and {hf.hidden_act!r}"
+        )
     low = trainer.dtype == "bfloat16"
     dtype = torch.bfloat16 if low else torch.float32
     recompute = (
@@ -123,7 +132,7 @@ def build_model(path: Path, trainer: TrainerConfig) -> Any:
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
         position_embedding_type="rope",
-        rotary_base=int(hf.rope_parameters["rope_theta"]),
+        rotary_base=hf.rope_parameters["rope_theta"],
         share_embeddings_and_output_weights=False,
     )
     load_hf_weights(model, _checkpoint_tensors(path))

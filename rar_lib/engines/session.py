@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rar_lib.checkpoint import SpecialTokens
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import Rollout, Trainer
 from rar_lib.errors import EngineError
@@ -63,19 +64,19 @@ class EngineSession:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # several threads on a few shared cores cost more than they bring at this size
 
-    def open(self, config: JobConfig, path: Path, eos_id: int, pad_id: int) -> tuple[Rollout, Trainer]:
+    def open(self, config: JobConfig, path: Path, special: SpecialTokens) -> tuple[Rollout, Trainer]:
         """A rollout and a fresh trainer, both at the checkpoint's weights (version 0), for a config without `auto`."""
         if config.rollout.engine == "vllm":  # before Megatron: creating vLLM may restart torch.distributed
-            self._require_vllm(config, path, eos_id, pad_id)
+            self._require_vllm(config, path, special)
         trainer = self.trainer(config, path)
         if config.rollout.engine == "vllm":
             self._vllm.reconfigure(config.rollout)
-            self._vllm.check_sync(trainer.weights())
             rollout: Rollout = self._vllm
         else:
             from rar_lib.engines.hf_rollout import HFRollout
 
-            rollout = HFRollout(path, config.rollout, eos_id, pad_id, trainer)
+            rollout = HFRollout(path, config.rollout, special, trainer, config.algorithm.updates_per_batch)
+        rollout.check_sync(trainer.weights())
         rollout.load_weights(trainer.weights(), 0)
         return rollout, trainer
 
@@ -89,7 +90,7 @@ class EngineSession:
 
         return HFTrainer(path, config.trainer, config.algorithm)
 
-    def _require_vllm(self, config: JobConfig, path: Path, eos_id: int, pad_id: int) -> None:
+    def _require_vllm(self, config: JobConfig, path: Path, special: SpecialTokens) -> None:
         key = (str(path), config.rollout.dtype)
         if key == self._key:
             return
@@ -101,7 +102,7 @@ class EngineSession:
         self.close()
         from rar_lib.engines.vllm_rollout import VLLMRollout
 
-        self._vllm = VLLMRollout(path, config.rollout, eos_id, pad_id)
+        self._vllm = VLLMRollout(path, config.rollout, special)
         self._key, EngineSession._vllm_owner = key, self
 
     def close(self) -> None:

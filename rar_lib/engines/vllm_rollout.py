@@ -27,20 +27,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from rar_lib.checkpoint import load_model_config, seeded
+from rar_lib.checkpoint import SpecialTokens, load_model_config, router_header, seeded
 from rar_lib.config import RolloutConfig, SamplingConfig
 from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
 from rar_lib.engines.hf_rollout import pack_rollout, require_length
 from rar_lib.engines.precision import at_precision
 from rar_lib.errors import EngineError
-from rar_lib.replay.contexts import describe_routers
 from rar_lib.seeding import derive_seed
-from rar_lib.traces.trace import TraceHeader
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCHDYNAMO_DISABLE": "1",
@@ -50,6 +47,7 @@ ENVIRONMENT = {
 MAX_SEQUENCES = 512
 MAX_BATCHED_TOKENS = 16384
 KV_BLOCKS = 512
+KV_BYTES = 2**30  # given as a number, so that vLLM does not ask for a share of the machine's memory
 
 
 class VLLMRollout:
@@ -58,7 +56,7 @@ class VLLMRollout:
     Args:
         path: checkpoint folder.
         config: dtype of the engine and precision of the weights that are pushed.
-        eos_id, pad_id: tokens that end and pad a response.
+        special: tokens that end and pad a response.
 
     Raises:
         EngineError: if vLLM is missing, cannot capture routes, or its update path does not reproduce its loading path.
@@ -66,8 +64,8 @@ class VLLMRollout:
 
     name = "vllm"
 
-    def __init__(self, path: Path, config: RolloutConfig, eos_id: int, pad_id: int) -> None:
-        self.config, self.eos_id, self.pad_id = config, eos_id, pad_id
+    def __init__(self, path: Path, config: RolloutConfig, special: SpecialTokens) -> None:
+        self.config, self.special = config, special
         self.header = router_header(path).model_copy(
             update={"source": "rollout", "producer": "vllm", "model_id": path.name}
         )
@@ -95,7 +93,7 @@ class VLLMRollout:
         rng = np.random.default_rng(0)
         rows = rng.integers(0, config.vocab_size, (8, 12)).tolist()
         return TokenBatch.pack(
-            [r[:2] for r in rows], [r[2:] for r in rows], [str(i) for i in range(8)], range(8), self.pad_id
+            [r[:2] for r in rows], [r[2:] for r in rows], [str(i) for i in range(8)], range(8), self.special.pad
         )
 
     # ---------------------------------------------------------------- weights
@@ -144,7 +142,7 @@ class VLLMRollout:
             temperature=sampling.temperature,
             max_tokens=sampling.max_new_tokens,
             logprobs=0,
-            stop_token_ids=[self.eos_id],
+            stop_token_ids=list(self.special.end),
             detokenize=False,
         )
         outputs = []
@@ -210,14 +208,6 @@ class VLLMRollout:
         del self.llm
 
 
-def router_header(path: Path) -> TraceHeader:
-    """E, K and MoE layer numbers of a checkpoint, from the routers of its model built without memory."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return describe_routers(AutoModelForCausalLM.from_config(load_model_config(path)))
-
-
 def _waves(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Split requests so that one wave is prefilled in one piece."""
     wave: list[int] = []
@@ -247,6 +237,8 @@ def _create(path: Path, dtype: str, max_length: int) -> Any:
             enable_return_routed_experts=True,
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=False,
+            generation_config="vllm",  # no sampling defaults or end tokens of the checkpoint behind our back
+            kv_cache_memory_bytes=KV_BYTES,
             max_model_len=max_length,
             max_num_seqs=MAX_SEQUENCES,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,

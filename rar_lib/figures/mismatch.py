@@ -23,6 +23,8 @@ def mismatch_by_step(table: pd.DataFrame, noise_floor: float | None) -> Figure:
         smallest = float(table["value"].min())
         if noise_floor is None:
             _note(axes, "noise floor not measured")
+        elif noise_floor == 0:
+            _note(axes, "noise floor 0 (bit-equal)")
         elif noise_floor < smallest / 100:  # drawing it would flatten everything else
             _note(axes, f"noise floor {noise_floor:.0e}, far below")
         else:

@@ -114,7 +114,8 @@ def flip_clustering(result: Agreement, *, permutations: int = 200, seed: int = 0
     Returns:
         variance: of D_t; independent: Σ p_l (1 - p_l) of the Poisson-binomial with the per-layer rates; dispersion:
         their ratio (> 1: flips cluster on tokens); permuted_p95: 95th percentile of the same ratio when each layer's
-        flips are shuffled over tokens, a check that needs no formula; token_any_flip and its independent expectation.
+        flips are shuffled over tokens, a check that needs no formula; any: share of tokens with a flip in some layer
+        (token_any_flip), and any_independent, its expectation if layers were independent.
     """
     flips = result.flipped[result.full_rows]
     rates = flips.mean(0) if flips.size else np.zeros(0)

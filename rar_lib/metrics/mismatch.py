@@ -145,7 +145,10 @@ def bad_update_fraction(
     logp_new: Array, logp_rollout: Array, advantages: Array, mask: Array, delta: float
 ) -> float | None:
     """Share of tokens with A < 0 whose probability fell from μ to new by at least δ (2602.04879); non-increasing in δ."""
-    new, mu, advantage = _masked(logp_new, logp_rollout, advantages, mask=mask)
+    new, mu = _masked(logp_new, logp_rollout, mask=mask)
+    advantage = np.asarray(advantages, np.float64)[np.asarray(mask, bool)]
+    if not np.isfinite(advantage).all():
+        raise ValueError("advantages: expected finite values under the mask")
     return float(np.mean((advantage < 0) & (np.exp(mu) - np.exp(new) >= delta))) if new.size else None
 
 
@@ -164,7 +167,7 @@ def noise_floor(
     """The disagreement of one engine with itself on the same tokens.
 
     For a rollout engine: log-probs while decoding against its own re-scoring. For a trainer: the same batch under
-    another micro-batch split (a plain repeat is bit-equal on a CPU and says nothing). Returns k3 and abs_mean.
+    another micro-batch split (a plain repeat is bit-equal on a CPU and says nothing). Returns k3, abs_mean and abs_max.
     """
     values = mismatch(logp_again, logp_once, mask)
     return {prefix + name: values[name] for name in ("k3", "abs_mean", "abs_max")}

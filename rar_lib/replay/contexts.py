@@ -24,7 +24,7 @@ import torch
 from rar_lib.errors import ReplayError
 from rar_lib.replay.points import SelectionPoint, find_points, selecting
 from rar_lib.replay.resolve import resolve_token_layer
-from rar_lib.traces.trace import RouteTrace, TraceHeader
+from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
 
 
 def describe_routers(model: torch.nn.Module) -> TraceHeader:
@@ -46,7 +46,7 @@ class Recording:
         self.header = describe_routers(model)
         self._points = find_points(model).points
         self._ids: dict[int, list[torch.Tensor]] = {layer: [] for layer in self.header.moe_layers}
-        self._inputs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._inputs: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = []
 
     def _select(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         self._ids[point.layer].append(ids.detach())
@@ -55,7 +55,9 @@ class Recording:
     def _saw_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(tokens, torch.Tensor):
-            self._inputs.append((tokens, kwargs.get("attention_mask")))
+            cache = kwargs.get("past_key_values")
+            goes_on = cache is not None and cache.get_seq_length() > 0
+            self._inputs.append((tokens, kwargs.get("attention_mask"), goes_on))
 
     def take(self, num_sequences: int) -> torch.Tensor:
         """Return and forget what was recorded since the last take: `[num_sequences, T, L, K]` int64.
@@ -68,39 +70,56 @@ class Recording:
         counts = {layer: len(chunks) for layer, chunks in self._ids.items()}
         if len(set(counts.values())) != 1 or not all(counts.values()):
             raise ReplayError(f"routers fired unequally often since the last take, by layer: {counts}")
-        layers = []
-        for point in self._points:
-            pieces = [_unflatten(rows, num_sequences, point) for rows in self._ids[point.layer]]
-            layers.append(torch.cat(pieces, 1))
-            self._ids[point.layer] = []
-        return torch.stack(layers, 2)
+        stacked = self._stacked(num_sequences, 0, max(counts.values()))
+        self._forget()
+        return stacked
 
     def trace(self, *, source: Literal["rollout", "old", "new"] = "old", model_id: str = "") -> RouteTrace:
         """The trace of the forwards since the last take, for a Transformers model called with `input_ids`.
 
-        Lengths come from `attention_mask` (left or right padding; none means no padding).
+        A forward with filled `past_key_values` continues the sequences of the one before (decoding); any other begins new
+        ones, which follow in the trace. Lengths come from `attention_mask` (left or right padding; none: no padding).
         """
         if not self._inputs:
             raise ReplayError("no forward with input_ids was seen; use take() for models that are called otherwise")
-        tokens = torch.cat([ids for ids, _ in self._inputs], 1)
-        ids = self.take(len(tokens)).cpu()
-        mask = self._inputs[-1][1]
-        keep = torch.ones_like(tokens) if mask is None else mask
-        if keep.shape != tokens.shape:
-            raise ReplayError(
-                f"attention_mask: expected the shape of all tokens seen, {tuple(tokens.shape)}, found {tuple(keep.shape)}"
-            )
-        inside = keep.bool().cpu()
-        lengths = inside.sum(1).numpy()
-        shape = (len(tokens), int(lengths.max(initial=0)))
-        target = torch.arange(shape[1])[None, :] < torch.as_tensor(lengths)[:, None]
-        padded = torch.full((*shape, *ids.shape[2:]), -1)
-        padded[target] = ids[inside]
-        words = torch.zeros(shape, dtype=torch.int64)
-        words[target] = tokens.cpu()[inside]
-        self._inputs = []
         header = self.header.model_copy(update={"source": source, "model_id": model_id})
-        return RouteTrace.from_padded(header, padded.numpy(), lengths, token_ids=words.numpy())
+        starts = [i for i, (_, _, goes_on) in enumerate(self._inputs) if not goes_on]
+        pieces = []
+        for first, end in zip(starts, [*starts[1:], len(self._inputs)], strict=True):
+            seen = self._inputs[first:end]
+            pieces.append(_pack(header, self._stacked(len(seen[0][0]), first, end).cpu(), seen))
+        self._forget()
+        return RouteTrace.concatenate(pieces)
+
+    def _stacked(self, num_sequences: int, first: int, end: int) -> torch.Tensor:
+        """Forwards `first` to `end` of every layer, joined along T: `[num_sequences, T, L, K]`."""
+        layers = []
+        for point in self._points:
+            pieces = [_unflatten(rows, num_sequences, point) for rows in self._ids[point.layer][first:end]]
+            layers.append(torch.cat(pieces, 1))
+        return torch.stack(layers, 2)
+
+    def _forget(self) -> None:
+        self._inputs = []
+        self._ids = {layer: [] for layer in self._ids}
+
+
+def _pack(
+    header: TraceHeader, ids: torch.Tensor, seen: list[tuple[torch.Tensor, torch.Tensor | None, bool]]
+) -> RouteTrace:
+    """Drop the padding of `ids [S, T, L, K]` as the last attention mask says, and keep the token ids."""
+    tokens = torch.cat([part for part, _, _ in seen], 1).cpu()
+    mask = seen[-1][1]
+    keep = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool().cpu()
+    if keep.shape != tokens.shape:
+        raise ReplayError(
+            f"attention_mask: expected the shape of all tokens seen, {tuple(tokens.shape)}, found {tuple(keep.shape)}"
+        )
+    lengths = keep.sum(1).numpy()
+    ends = np.cumsum(lengths) - 1
+    status = np.full(int(lengths.sum()), Status.RECORDED, dtype=np.uint8)
+    status[ends[lengths > 0]] = Status.LAST
+    return RouteTrace.from_packed(header, ids[keep].numpy(), lengths, status, token_ids=tokens[keep].numpy())
 
 
 @contextmanager
@@ -172,10 +191,14 @@ class Replaying:
     def _check_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward must hold the tokens that the trace speaks of, right-padded."""
         tokens = kwargs.get("input_ids", args[0] if args else None)
+        inputs = tokens if isinstance(tokens, torch.Tensor) else kwargs.get("inputs_embeds")
+        if isinstance(inputs, torch.Tensor) and len(inputs) != len(self._rows):
+            raise ReplayError(f"the forward holds {len(inputs)} sequences, the replay is focused on {len(self._rows)}")
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and (mask[:, 0] == 0).any():
+            raise ReplayError("attention_mask pads on the left; replay needs the sequences right-padded")
         if self._tokens is None or not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
             return
-        if len(tokens) != len(self._rows):
-            raise ReplayError(f"the forward holds {len(tokens)} sequences, the replay is focused on {len(self._rows)}")
         width = min(tokens.shape[1], self._tokens.shape[1])
         inside = torch.arange(width)[None, :] < self._lengths[self._rows][:, None]
         expected, found = self._tokens[self._rows][:, :width], tokens[:, :width].cpu()

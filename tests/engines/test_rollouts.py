@@ -18,11 +18,13 @@ from rar_lib.engines.session import resolve_engines
 from rar_lib.errors import EngineError
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import k3
-from tests.conftest import Sampled, hf_config, sample
+from tests.conftest import SPECIAL, Sampled, hf_config, sample
+from tests.replay.families import FAMILIES
+from tests.replay.families import build as build_family
 
 
 def rollout(checkpoint: Path, tokenizer: Any, *overrides: str) -> HFRollout:
-    made = HFRollout(checkpoint, hf_config(*overrides).rollout, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    made = HFRollout(checkpoint, hf_config(*overrides).rollout, SPECIAL)
     config = hf_config()
     made.load_weights(HFTrainer(checkpoint, config.trainer, config.algorithm).weights(), 0)
     return made
@@ -112,11 +114,43 @@ def test_fp8_rounding_by_hand_and_only_of_linear_layers(trainer: HFTrainer) -> N
     )
 
 
+@pytest.mark.parametrize("family", ["mixtral", "minimax_m2", "gpt_oss", "granitemoe", "deepseek_v3", "olmoe"])
+def test_every_family_has_its_experts_rounded_and_its_router_left_alone(family: str) -> None:
+    given = dict(hf_names(build_family(FAMILIES[family])))
+    after = dict(at_precision(given.items(), "fp8_weights"))
+    changed = {n for n in given if not torch.equal(given[n], after[n])}
+    experts = {n for n in given if ("experts" in n or "_linear.weight" in n) and given[n].ndim >= 2 and "bias" not in n}
+    assert experts
+    assert experts <= changed
+    kept = {n for n in given if any(part in n for part in ("gate.weight", "router", "norm", "embed", "lm_head"))}
+    assert not {n for n in kept & changed if "_linear" not in n}
+
+
+def test_a_rounding_that_finds_no_expert_is_refused() -> None:
+    with pytest.raises(EngineError, match="no expert weight was found"):
+        list(at_precision([("model.layers.0.mlp.up_proj.weight", torch.ones(2, 2))], "fp8_weights"))
+
+
+def test_the_noise_floor_of_a_noisy_rollout_is_its_noise(
+    checkpoint: Path, tokenizer: Any, task: Any, trainer: HFTrainer
+) -> None:
+    engine = rollout(
+        checkpoint, tokenizer, "rollout.dtype=float32", "rollout.precision=native", "rollout.router_noise=0.3"
+    )
+    drawn = sample(engine, tokenizer, task)
+    mask = drawn.batch.response_mask
+    floor = k3(engine.rescore(drawn.batch, JobConfig().rollout.sampling), drawn.mu, mask)
+    mismatch = k3(trainer.logprobs(drawn.batch, temperature=1.0).logprobs, drawn.mu, mask)
+    assert floor is not None
+    assert floor != mismatch
+    assert floor > 1e-3
+
+
 def test_weights_go_in_whole_or_not_at_all_by_name(trainer: HFTrainer) -> None:
     given = dict(hf_names(trainer.model))
     name = "model.layers.2.mlp.experts.7.up_proj.weight"
     less = {n: w for n, w in given.items() if n != name}
-    with pytest.raises(EngineError, match=r"layers\.2\.mlp\.experts"):
+    with pytest.raises(EngineError, match=r"missing \[.model\.layers\.2\.mlp\.experts\.7\.up_proj"):
         load_hf_weights(trainer.model, less.items())
     with pytest.raises(EngineError, match="extra"):
         load_hf_weights(trainer.model, [*given.items(), ("extra", torch.zeros(1))])

@@ -19,7 +19,7 @@ from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import k3
 from rar_lib.replay.control import wrong_routes
 from rar_lib.rl.objectives import grpo_loss
-from tests.conftest import Sampled, hf_config, sample
+from tests.conftest import SPECIAL, Sampled, hf_config, sample
 
 ENGINES = {"hf": HFTrainer, "megatron": MegatronTrainer}
 
@@ -56,7 +56,7 @@ def gradients(trainer: Any) -> torch.Tensor:
 def test_zero_mismatch_none_r2_and_r3_are_bit_equal(checkpoint: Path, tokenizer: Any, task: Any) -> None:
     config = hf_config("rollout.zero_mismatch=true", "rollout.dtype=float32", "rollout.precision=native")
     trainer = build("hf", checkpoint)
-    rollout = HFRollout(checkpoint, config.rollout, tokenizer.eos_token_id, tokenizer.pad_token_id, trainer)
+    rollout = HFRollout(checkpoint, config.rollout, SPECIAL, trainer)
     rollout.load_weights(trainer.weights(), 0)
     drawn = sample(rollout, tokenizer, task)
     native = trainer.logprobs(drawn.batch, temperature=1.0, capture=True)
@@ -148,15 +148,21 @@ def test_wrong_ids_move_the_output(trainer: Any, sampled: Sampled) -> None:
 
 
 def test_recompute_changes_no_gradient(trainer: Any, checkpoint: Path, sampled: Sampled) -> None:
-    vectors = []
+    vectors, forwards = [], []
     for recompute in ("false", "true"):
         fresh = build(trainer.name, checkpoint, f"trainer.recompute={recompute}")
+        router = (
+            fresh.model.model.layers[1].mlp.gate if fresh.name == "hf" else fresh.model.decoder.layers[1].mlp.router
+        )
+        forwards.append(0)
+        router.register_forward_hook(lambda *_: forwards.__setitem__(-1, forwards[-1] + 1))
         replay = everything(sampled.result.trace)
         old = fresh.logprobs(sampled.batch, temperature=1.0, replay=replay)
         update = fresh.update(sampled.batch, objective(sampled.batch, old.logprobs), temperature=1.0, replay=replay)
         assert update.forced_cells == old.forced_cells
         vectors.append(gradients(fresh))
     assert torch.equal(*vectors)
+    assert forwards == [8, 12]  # 4 micro-batches scored and 4 updated; with recompute each of the latter twice
 
 
 def test_the_micro_batch_split_changes_only_float_summation(trainer: Any, sampled: Sampled) -> None:

@@ -44,7 +44,12 @@ def test_several_seeds_get_a_band() -> None:
 
 @pytest.mark.parametrize(
     ("floor", "lines", "text"),
-    [(None, 2, "noise floor not measured"), (1e-9, 2, "noise floor 1e-09, far below"), (0.05, 3, "noise floor")],
+    [
+        (None, 2, "noise floor not measured"),
+        (0.0, 2, "noise floor 0 (bit-equal)"),
+        (1e-9, 2, "noise floor 1e-09, far below"),
+        (0.05, 3, "noise floor"),
+    ],
 )
 def test_the_noise_floor_is_drawn_or_said(floor: float | None, lines: int, text: str) -> None:
     (axes,) = mismatch_by_step(steps(), floor).axes

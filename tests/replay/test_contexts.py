@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,31 @@ def test_left_padding_is_read_from_the_mask(model: Any, tokens: torch.Tensor) ->
     assert (trace.token_ids[:5] == tokens[0, 2:].numpy()).all()
 
 
+def test_forwards_without_a_cache_are_sequences_of_their_own(model: Any, tokens: torch.Tensor) -> None:
+    with recording(model) as seen:
+        logits(model, tokens[:1])
+        logits(model, tokens[1:, :5])
+    trace = seen.trace()
+    assert trace.lengths.tolist() == [7, 5, 5]
+    assert trace[0].equals(record(model, tokens[:1]))
+    assert trace.select([1, 2]).equals(record(model, tokens[1:, :5]))
+
+
+def test_a_forward_of_another_size_or_padded_on_the_left_is_refused(model: Any, tokens: torch.Tensor) -> None:
+    trace = replace(record(model, tokens), token_ids=None)
+    with replaying(model, trace), pytest.raises(ReplayError, match="holds 6 sequences, the replay is focused on 3"):
+        logits(model, torch.cat([tokens, tokens]))
+    mask = torch.ones_like(tokens)
+    mask[0, 0] = 0
+    with replaying(model, trace), pytest.raises(ReplayError, match="pads on the left"):
+        logits(model, tokens, attention_mask=mask)
+    with (
+        replaying(model, trace) as replay,
+        pytest.raises(ReplayError, match="has 3 sequences; asked to focus on 1 to 3"),
+    ):
+        replay.focus([1, 3])
+
+
 def test_decoding_with_a_cache_is_one_trace(model: Any, tokens: torch.Tensor) -> None:
     with recording(model) as seen, torch.no_grad():
         out = model(input_ids=tokens[:, :4], use_cache=True)
@@ -245,9 +271,13 @@ def test_negative_control() -> None:
     header = TraceHeader(num_experts=4, top_k=2, moe_layers=(0,), source="old")
     trace = RouteTrace.from_packed(header, [[[0, 3]], [[-1, -1]]], [2], [1, 2])
     assert wrong_routes(trace).ids().tolist() == [[[1, 2]], [[-1, -1]]]
-    with pytest.raises(ReplayError, match="replay is not live"):
-        require_live(np.zeros(3), np.zeros(3))
-    assert require_live(np.zeros(2), np.array([0.0, 2.0])) == 1
+    wrong = wrong_routes(trace)
+    for moved in (np.zeros(2), np.array([0.0, np.nan])):
+        with pytest.raises(ReplayError, match=r"moved the log-probs by .*; replay is not live"):
+            require_live(np.zeros(2), moved, wrong, wrong)
+    assert require_live(np.zeros(2), np.array([0.0, 2.0]), wrong, wrong) == 1
+    with pytest.raises(ReplayError, match=r"layers \[0\] executed other experts"):
+        require_live(np.zeros(2), np.ones(2), wrong, trace)
     every = RouteTrace.from_packed(header.model_copy(update={"top_k": 4}), [[[0, 1, 2, 3]]], [1], [1])
     with pytest.raises(ReplayError, match="no wrong routes"):
         wrong_routes(every)

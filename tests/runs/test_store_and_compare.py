@@ -36,7 +36,7 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         with store.new_checkpoint(step) as folder:
             (folder / "x").write_text(str(step))
     assert store.checkpoints() == [4, 6]
-    with pytest.raises(OSError, match="disk"), store.new_checkpoint(8) as folder:
+    with pytest.raises(RunError, match="disk full"), store.new_checkpoint(8):
         raise OSError("disk full")
     assert store.latest_checkpoint() == (6, store.path / "checkpoints" / "step-000006")
 
@@ -55,8 +55,33 @@ def test_complete_means_summary(tmp_path: Path) -> None:
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     store = RunStore(tmp_path, CONFIG, DIGESTS)
     (store.path / "config.json").write_text(json.dumps({"other": 1}))
-    with pytest.raises(RunError, match="of another run"):
-        RunStore(tmp_path, CONFIG, DIGESTS)
+    with pytest.raises(RunError, match="of another run"), RunStore(tmp_path, CONFIG, DIGESTS).held():
+        pass
+    (store.path / "config.json").write_text("{")
+    with pytest.raises(RunError, match="cannot be read"), store.held():
+        pass
+
+
+def test_the_spelling_of_a_config_does_not_matter() -> None:
+    off = [JobConfig.from_flat(policy="none"), JobConfig.build({"router_replay": {"enabled": False, "mode": "R3"}})]
+    assert len({run_id(config, DIGESTS) for config in off}) == 1
+    elsewhere = JobConfig.from_flat(model="/some/copy/of/tiny-moe")
+    assert run_id(elsewhere, DIGESTS) == run_id(CONFIG, DIGESTS)
+
+
+def test_many_starts_of_one_run_do_not_trip_over_each_other(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys; from rar_lib.config import JobConfig; from rar_lib.errors import RunError\n"
+        "from rar_lib.runs.store import RunStore\n"
+        "for i in range(100):\n"
+        "    config = JobConfig(seed=i)\n"
+        "    try:\n"
+        f"        with RunStore(pathlib.Path({str(tmp_path)!r}), config, {DIGESTS!r}).held(): pass\n"
+        "    except RunError as error:\n"
+        "        assert 'held by process' in str(error), error\n"
+    )
+    racers = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [racer.wait() for racer in racers] == [0, 0]
 
 
 def test_a_folder_held_by_another_process_says_by_which(tmp_path: Path) -> None:
@@ -79,10 +104,14 @@ def test_a_folder_held_by_another_process_says_by_which(tmp_path: Path) -> None:
 
 
 def test_paired_ratio_by_hand_and_clustered_by_prompt() -> None:
-    table = pd.DataFrame({"prompt": ["a", "b", "a"], "k3_sum/none": [1.0, 2.0, 1.0], "k3_sum/R3": [0.5, 1.0, 0.5]})
-    assert paired_ratio(table) == {"ratio": 0.5, "low": 0.5, "high": 0.5}
-    none = pd.DataFrame({"prompt": ["a"], "k3_sum/none": [0.0], "k3_sum/R3": [0.0]})
-    assert set(paired_ratio(none).values()) == {None}
+    names = [f"p{i}" for i in range(10)]
+    table = pd.DataFrame({"prompt": names * 2, "k3_sum/none": [1.0, 3.0] * 10, "k3_sum/R3": [0.5, 1.0] * 10})
+    ratio = paired_ratio(table)
+    assert ratio["ratio"] == (0.5 + 1.0) / (1.0 + 3.0)
+    assert ratio["low"] < ratio["ratio"] < ratio["high"]  # type: ignore[operator]
+    assert set(paired_ratio(table[table["prompt"] != "p3"]).values()) == {None}  # nine prompts are too few
+    nothing = pd.DataFrame({"prompt": names, "k3_sum/none": [0.0] * 10, "k3_sum/R3": [0.0] * 10})
+    assert set(paired_ratio(nothing).values()) == {None}
 
 
 def test_the_interval_widens_when_samples_of_a_prompt_are_alike() -> None:

@@ -125,6 +125,34 @@ def test_layer_numbers_must_rise(layers: Any) -> None:
         TraceHeader(num_experts=4, top_k=2, moe_layers=layers, source="old")
 
 
+def test_only_integers_are_routes_states_and_tokens() -> None:
+    for experts, status, message in (
+        ([[[0.9, 1.7]], [[0, 0]]], [1, 2], "experts: expected integers, found float64"),
+        ([[[0, 1]], [[0, 0]]], [257, 2], "status: expected one of .*, found 257"),
+        ([[[0, 1]], [[0, 0]]], [1.0, 2.0], "status: expected integers"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            packed(experts, [2], status)
+    header = TraceHeader(num_experts=4, top_k=2, moe_layers=(0,), source="old")
+    with pytest.raises(TraceError, match="token_ids: expected integers"):
+        RouteTrace.from_packed(header, [[[0, 1]]], [1], [1], token_ids=np.array([1.5]))
+
+
+def test_coverage_of_no_cell_is_undefined() -> None:
+    trace = packed([[[-1, -1]]], [1], [2])
+    assert trace.coverage() == {"recorded": None, "missing": None}
+    assert "recorded=no cell" in repr(trace)
+
+
+def test_a_changed_header_is_found(tmp_path: Path) -> None:
+    path = make_trace([4, 3], 8, 2).save(tmp_path / "t.safetensors")
+    raw = path.read_bytes()
+    assert raw.count(b'num_experts\\":8') == 1
+    path.write_bytes(raw.replace(b'num_experts\\":8', b'num_experts\\":9'))
+    with pytest.raises(TraceError, match="payload: expected SHA-256"):
+        RouteTrace.load(path).verify()
+
+
 def test_joining_unlike_traces_is_refused() -> None:
     a, b = make_trace([2], 8, 2), make_trace([2], 16, 2)
     with pytest.raises(TraceError, match="header of trace 1 differs"):

@@ -1,0 +1,186 @@
+"""What replay costs: updates under R3 against none, recording in a rollout, and the share of a step that pushes weights.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.replay_overhead [--rounds N] [--out FILE]
+
+Prints one JSON object; each figure is a ratio of two things run in turn (alternate.py). The two vLLM engines, with and
+without capture of routes, live in a process each, since one process holds one engine; they too take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing as mp
+import platform
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.alternate import compare
+from rar_lib.checkpoint import load_tokenizer, resolve_checkpoint, special_tokens
+from rar_lib.config import JobConfig
+from rar_lib.engines.base import Replay, TokenBatch
+from rar_lib.engines.session import EngineSession
+from rar_lib.job import run_job
+from rar_lib.rl.objectives import grpo_loss
+from rar_lib.runs.store import describe_environment
+from rar_lib.tasks import Task
+
+REAL = JobConfig()
+HF = JobConfig.build({"rollout": {"engine": "hf"}, "trainer": {"engine": "hf"}})
+
+
+def prompts_of(tokenizer: Any, n: int = 64, group: int = 8) -> tuple[list[list[int]], list[str], list[int]]:
+    """n problems, `group` times each: token ids, uids and groups."""
+    task = Task(REAL.task)
+    problems = [task.problem(i) for i in range(n) for _ in range(group)]
+    uids = [f"{p.uid}/{i % group}" for i, p in enumerate(problems)]
+    return [tokenizer(p.prompt)["input_ids"] for p in problems], uids, [i // group for i in range(len(problems))]
+
+
+def update_overhead(config: JobConfig, rounds: int) -> dict[str, Any]:
+    """One optimizer step on 128 sequences under R3 against none, on two trainers at the same start."""
+    path = resolve_checkpoint(config.model.path)
+    tokenizer = load_tokenizer(path)
+    prompts, uids, groups = prompts_of(tokenizer, n=16)
+    with EngineSession() as session:
+        rollout, _ = session.open(HF, path, special_tokens(path, tokenizer))
+        sample = rollout.generate(prompts, config.rollout.sampling, uids, 0)
+        batch = TokenBatch.pack(prompts, sample.responses, uids, groups, tokenizer.pad_token_id)
+        replay = Replay(sample.trace, sample.trace.recorded.copy())
+        advantages, mask = torch.linspace(-1, 1, len(batch)), batch.response_mask
+
+        def stepper(trainer: Any, forced: Replay | None) -> Any:
+            old = trainer.logprobs(batch, temperature=1.0, replay=forced).logprobs
+
+            def objective(logp: torch.Tensor, rows: torch.Tensor) -> Any:
+                return grpo_loss(logp, old[rows], advantages[rows], mask[rows], 0.2, 0.2)
+
+            return lambda: trainer.update(batch, objective, temperature=1.0, replay=forced)
+
+        under_r3, none = (stepper(session.trainer(config, path), forced) for forced in (replay, None))
+        return compare(under_r3, none, rounds)
+
+
+def hf_recording_overhead(rounds: int) -> dict[str, Any]:
+    """Generation by the hf rollout with recording against without (the recorder is swapped for one that sees nothing)."""
+    path = resolve_checkpoint(HF.model.path)
+    tokenizer = load_tokenizer(path)
+    prompts, uids, _ = prompts_of(tokenizer)
+    with EngineSession() as session:
+        rollout, _ = session.open(HF, path, special_tokens(path, tokenizer))
+        blind = mock.MagicMock()
+        blind.take.side_effect = lambda n: torch.zeros(n, 64, 4, 2, dtype=torch.int64)
+        # packing is the same work on both sides, so that the difference is what recording adds to the forwards
+        blind.header = rollout.generate(prompts[:1], HF.rollout.sampling, uids[:1], 0).trace.header
+
+        def without() -> None:
+            with (
+                mock.patch("rar_lib.engines.hf_rollout.recording", return_value=contextlib.nullcontext(blind)),
+                mock.patch("rar_lib.engines.hf_rollout.pack_rollout"),
+            ):
+                rollout.generate(prompts, HF.rollout.sampling, uids, 0)
+
+        def with_recording() -> None:
+            with mock.patch("rar_lib.engines.hf_rollout.pack_rollout"):
+                rollout.generate(prompts, HF.rollout.sampling, uids, 0)
+
+        return compare(with_recording, without, rounds)
+
+
+def vllm_worker(connection: Any, capture: bool) -> None:
+    """A process with one vLLM engine: answers each message with the CPU seconds of a generation."""
+    import time
+    from unittest import mock
+
+    import vllm
+
+    from rar_lib.engines.vllm_rollout import VLLMRollout
+
+    create = vllm.LLM
+    path = resolve_checkpoint(REAL.model.path)
+    tokenizer = load_tokenizer(path)
+
+    def configured(**kwargs: Any) -> Any:
+        return create(**(kwargs | {"enable_return_routed_experts": capture}))
+
+    with mock.patch.object(vllm, "LLM", configured):
+        rollout = VLLMRollout(path, REAL.rollout, special_tokens(path, tokenizer))
+    prompts, _, _ = prompts_of(tokenizer)
+    params = vllm.SamplingParams(temperature=1.0, max_tokens=6, logprobs=0, stop_token_ids=[1], detokenize=False)
+    while connection.recv():
+        torch.manual_seed(0)
+        started = time.process_time()
+        outputs = rollout._run(prompts, params)
+        seconds = time.process_time() - started
+        assert (outputs[0].outputs[0].routed_experts is not None) == capture
+        connection.send(seconds)
+    rollout.shutdown()
+
+
+def vllm_recording_overhead(rounds: int) -> dict[str, Any]:
+    """Generation of 512 samples by vLLM with capture of routes against without."""
+    context = mp.get_context("spawn")
+    ends, workers = [], []
+    for capture in (True, False):
+        ours, theirs = context.Pipe()
+        worker = context.Process(target=vllm_worker, args=(theirs, capture))
+        worker.start()
+        ends.append(ours)
+        workers.append(worker)
+
+    def ask(end: Any) -> float:
+        end.send(True)
+        return end.recv()
+
+    result = compare(lambda: ask(ends[0]), lambda: ask(ends[1]), rounds, measure=lambda call: call())
+    for end, worker in zip(ends, workers, strict=True):
+        end.send(False)
+        worker.join()
+    return result
+
+
+def sync_share(folder: Path) -> dict[str, Any]:
+    """Share of the wall time of a step on the real pair, diagnostics off, that pushes weights into vLLM."""
+    config = JobConfig.build({}, ["steps=8", "diagnostics.enabled=false", "evaluation.prompts=0", "checkpoint_every=0"])
+    table = run_job(config, runs_dir=folder, show="none").metrics
+    columns = [c for c in table if str(c).startswith("time/")]
+    shares = (table["time/sync"] / table[columns].sum(axis=1)).tolist()[1:]
+    return {"share": round(statistics.median(shares), 4), "range": [round(min(shares), 4), round(max(shares), 4)],
+            "seconds": {str(c).removeprefix("time/"): round(float(table[c].median()), 4) for c in columns}}  # fmt: skip
+
+
+def main() -> None:
+    """Measure everything and print one JSON object."""
+    import tempfile
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        result = {
+            "update_R3_over_none": {
+                "hf": update_overhead(HF, options.rounds), "megatron": update_overhead(REAL, options.rounds),
+            },
+            "recording_over_none": {
+                "hf": hf_recording_overhead(options.rounds), "vllm": vllm_recording_overhead(options.rounds),
+            },
+            "weight_sync_share_of_a_step": sync_share(Path(folder)),
+            "environment": describe_environment(0) | {"processor": platform.processor() or platform.machine()},
+        }  # fmt: skip
+    text = json.dumps(result, indent=2)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
