@@ -15,6 +15,7 @@ import multiprocessing as mp
 import platform
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -95,13 +96,10 @@ def hf_recording_overhead(rounds: int) -> dict[str, Any]:
 
 def vllm_worker(connection: Any, capture: bool) -> None:
     """A process with one vLLM engine: answers each message with the CPU seconds of a generation."""
-    import time
-    from unittest import mock
+    from rar_lib.engines.vllm_rollout import VLLMRollout, starting_vllm
 
-    import vllm
-
-    from rar_lib.engines.vllm_rollout import VLLMRollout
-
+    with starting_vllm():
+        import vllm
     create = vllm.LLM
     path = resolve_checkpoint(REAL.model.path)
     tokenizer = load_tokenizer(path)

@@ -70,7 +70,7 @@ class VLLMRollout:
             update={"source": "rollout", "producer": "vllm", "model_id": path.name}
         )
         self.max_length = min(int(load_model_config(path).max_position_embeddings), MAX_BATCHED_TOKENS)
-        with _foreign_seeds_undone(), _quiet_import():
+        with _foreign_seeds_undone(), starting_vllm():
             self.llm = _create(path, config.dtype, self.max_length)
         import vllm
 
@@ -275,7 +275,7 @@ def _foreign_seeds_undone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_import() -> Iterator[None]:
+def starting_vllm() -> Iterator[None]:
     """vLLM reads its environment when it is imported; what it and its parts warn of while starting is not ours."""
     if "vllm" not in sys.modules:
         for name, value in ENVIRONMENT.items():
