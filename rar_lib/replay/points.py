@@ -122,10 +122,10 @@ class _InterceptTopK(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is not torch.topk and func is not torch.Tensor.topk:  # the fast path: a router calls a dozen others
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func not in (torch.topk, torch.Tensor.topk):
-            return out
         scores = args[0] if args else kwargs["input"]
         k = args[1] if len(args) > 1 else kwargs["k"]
         dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
@@ -192,8 +192,11 @@ class _TransformersPoints:
 
 
 def _wrapped(point: SelectionPoint, forward: Callable[..., Any]) -> Callable[..., Any]:
+    mode = _InterceptTopK(point)
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _InterceptTopK(point) as mode:
+        mode.calls = 0
+        with mode:
             out = forward(*args, **kwargs)
         if mode.calls != 1:
             raise ReplayError(
