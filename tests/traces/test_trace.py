@@ -138,6 +138,14 @@ def test_only_integers_are_routes_states_and_tokens() -> None:
         RouteTrace.from_packed(header, [[[0, 1]]], [1], [1], token_ids=np.array([1.5]))
 
 
+def test_padded_routes_have_no_route_at_the_last_token_by_default() -> None:
+    header = TraceHeader(num_experts=4, top_k=1, moe_layers=(0,), source="old")
+    experts = np.array([[[[1]], [[2]], [[3]]], [[[-1]], [[1]], [[0]]]])
+    trace = RouteTrace.from_padded(header, experts, [3, 2])
+    assert trace.status[:, 0].tolist() == [1, 1, 2, 0, 2]
+    assert trace.ids()[:, 0, 0].tolist() == [1, 2, -1, -1, -1]
+
+
 def test_coverage_of_no_cell_is_undefined() -> None:
     trace = packed([[[-1, -1]]], [1], [2])
     assert trace.coverage() == {"recorded": None, "missing": None}
