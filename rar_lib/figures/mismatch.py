@@ -1,46 +1,92 @@
-"""k3 between rollout and trainer by step and policy, above the noise floor of the engines."""
+"""k3 between rollout and trainer: by step above the noise floor, and R3 against none on the same tokens."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from rar_lib.figures.style import OKABE_ITO, house_style, lines_by_policy, new_figure, seeds_note
+from rar_lib.figures.style import (
+    OKABE_ITO,
+    PAGE_WIDTH,
+    POLICY_COLOUR,
+    POLICY_MARKER,
+    house_style,
+    lines_by_policy,
+    new_figure,
+    seeds_note,
+)
 
 
-def mismatch_by_step(table: pd.DataFrame, noise_floor: float | None) -> Figure:
-    """k3 (rollout/old) in nats a token, logarithmic.
+def mismatch_by_step(table: pd.DataFrame, noise_floor: float | None, ratios: pd.DataFrame) -> Figure:
+    """Left: k3 (rollout/old) of each run in nats a token, logarithmic. Right: k3 under R3 over k3 under none, paired.
+
+    Single steps jump, since a few tokens carry most of k3; the paired ratio compares the same tokens at the same weights.
 
     Args:
         table: policy, seed, step, value.
         noise_floor: the larger of the two engines' k3 against themselves; None if it could not be measured.
+        ratios: group, ratio, low, high: a row a group of batches, top to bottom; a group named like a policy gets its
+            colour.
     """
     with house_style():
-        figure, axes = new_figure()
-        seeds_note(axes, lines_by_policy(axes, table))
-        axes.set(xlabel="step", ylabel="k3 rollout/old (nats a token)", yscale="log")
-        axes.legend(frameon=False, loc="best")
-        smallest = float(table["value"].min())
-        if noise_floor is None:
-            _note(axes, "noise floor not measured")
-        elif noise_floor == 0:
-            _note(axes, "noise floor 0 (bit-equal)")
-        elif noise_floor < smallest / 100:  # drawing it would flatten everything else
-            _note(axes, f"noise floor {noise_floor:.0e}, far below")
-        else:
-            axes.axhline(noise_floor, color=OKABE_ITO["grey"], linestyle="--", linewidth=1)
-            axes.annotate(
-                "noise floor",
-                (0.01, noise_floor),
-                xycoords=("axes fraction", "data"),
-                fontsize=7,
-                color=OKABE_ITO["grey"],
-                va="bottom",
-            )
+        figure, (left, right) = new_figure(PAGE_WIDTH, 2.6, columns=2)
+        seeds_note(left, lines_by_policy(left, table))
+        left.set(xlabel="step", ylabel="k3 rollout/old (nats a token)", yscale="log")
+        left.legend(frameon=False, loc="best")
+        _draw_floor(left, noise_floor, float(table["value"].min()))
+        _draw_ratios(right, ratios)
     return figure
 
 
-def _note(axes: object, text: str) -> None:
-    axes.annotate(  # type: ignore[attr-defined]
-        text, (0, 1), xycoords="axes fraction", ha="left", va="bottom", fontsize=7, color=OKABE_ITO["grey"]
+def _draw_floor(axes: Any, noise_floor: float | None, smallest: float) -> None:
+    if noise_floor is None:
+        _note(axes, "noise floor not measured")
+    elif noise_floor == 0:
+        _note(axes, "noise floor 0 (bit-equal)")
+    elif noise_floor < smallest / 100:  # drawing it would flatten everything else
+        _note(axes, f"noise floor {noise_floor:.0e}, far below")
+    else:
+        axes.axhline(noise_floor, color=OKABE_ITO["grey"], linestyle="--", linewidth=1)
+        axes.annotate(
+            "noise floor",
+            (0.01, noise_floor),
+            xycoords=("axes fraction", "data"),
+            fontsize=7,
+            color=OKABE_ITO["grey"],
+            va="bottom",
+        )
+
+
+def _draw_ratios(axes: Any, ratios: pd.DataFrame) -> None:
+    for place, name in enumerate(ratios["group"].astype(str)):
+        ratio, low, high = ratios.loc[ratios.index[place], ["ratio", "low", "high"]].to_numpy(float)
+        axes.errorbar(
+            ratio,
+            place,
+            xerr=np.array([[ratio - low], [high - ratio]]),
+            color=POLICY_COLOUR.get(name, OKABE_ITO["black"]),
+            marker=POLICY_MARKER.get(name, "D"),
+            capsize=2,
+        )
+    axes.axvline(1, color=OKABE_ITO["grey"], linestyle="--", linewidth=1)
+    axes.set(
+        xlabel="k3 under R3 / k3 under none, same tokens", yticks=range(len(ratios)), yticklabels=list(ratios["group"])
     )
+    axes.set_xlim(0, max(1.15, float(ratios["high"].max()) * 1.05))
+    axes.set_ylim(len(ratios) - 0.5, -0.5)
+    axes.annotate(
+        "95 %, clustered by prompt",
+        (1, 1),
+        xycoords="axes fraction",
+        ha="right",
+        va="bottom",
+        fontsize=7,
+        color=OKABE_ITO["grey"],
+    )
+
+
+def _note(axes: Any, text: str) -> None:
+    axes.annotate(text, (0, 1), xycoords="axes fraction", ha="left", va="bottom", fontsize=7, color=OKABE_ITO["grey"])

@@ -56,11 +56,15 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def new_figure(width: float = COLUMN_WIDTH, height: float = 2.6) -> tuple[Figure, Any]:
-    """A figure with one axes; closed for pyplot, so that a notebook shows it only where it is asked to."""
-    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
+def new_figure(width: float = COLUMN_WIDTH, height: float = 2.6, columns: int = 1) -> tuple[Figure, Any]:
+    """A figure with one axes, or an array of them side by side.
+
+    It is closed for pyplot, so that a notebook shows it only where it is asked to.
+    """
+    figure, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
     plt.close(figure)
-    sns.despine(ax=axes)
+    for one in np.atleast_1d(axes):
+        sns.despine(ax=one)
     return figure, axes
 
 
@@ -103,7 +107,14 @@ def lines_by_policy(axes: Any, table: pd.DataFrame) -> int:
         wide = table[table["policy"] == name].pivot_table(index="seed", columns="step", values="value")
         mean, low, high = mean_and_band(wide)
         steps = wide.columns.to_numpy()
-        axes.plot(steps, mean, color=POLICY_COLOUR[name], marker=POLICY_MARKER[name], label=name, markevery=0.1)
+        axes.plot(
+            steps,
+            mean,
+            color=POLICY_COLOUR[name],
+            marker=POLICY_MARKER[name],
+            label=name,
+            markevery=max(1, len(steps) // 20),
+        )
         if len(wide) > 1:
             axes.fill_between(steps, low, high, color=POLICY_COLOUR[name], alpha=0.2, linewidth=0)
         most = max(most, len(wide))

@@ -48,17 +48,37 @@ def paired_ratio(paired: pd.DataFrame, *, seed: int = 0, resamples: int = RESAMP
     return {"ratio": float(full.sum() / none.sum()), "low": float(low), "high": float(high)}
 
 
+def pooled(runs: Sequence[RunResult]) -> pd.DataFrame:
+    """The paired rows of several runs; a prompt that they share is one cluster.
+
+    Raises:
+        ConfigError: if the runs paired nothing.
+    """
+    paired = pd.concat([run.paired for run in runs], ignore_index=True)
+    if paired.empty:
+        raise ConfigError("nothing was paired; these runs had diagnostics.enabled=false")
+    return paired
+
+
+def ratio_table(groups: Mapping[str, Sequence[RunResult]]) -> pd.DataFrame:
+    """The paired ratio as numbers, a row a named group of runs: group, ratio, low, high; undefined ones are absent."""
+    rows = [{"group": name, **paired_ratio(pooled(runs))} for name, runs in groups.items()]
+    return (
+        pd.DataFrame(rows, columns=["group", "ratio", "low", "high"])
+        .dropna(ignore_index=True)
+        .astype({"ratio": float, "low": float, "high": float})
+    )
+
+
 def paired_table(groups: Mapping[str, Sequence[RunResult]]) -> pd.DataFrame:
-    """The paired comparison, a row a named group of runs: flips and k3 natively and under R3 on the same tokens.
+    """The paired comparison as text, a row a named group: flips and k3 natively and under R3 on the same tokens.
 
     Args:
         groups: name -> runs whose batches are pooled.
     """
     rows = []
     for name, runs in groups.items():
-        paired = pd.concat([run.paired for run in runs], ignore_index=True)
-        if paired.empty:
-            raise ConfigError(f"{name}: nothing was paired; these runs had diagnostics.enabled=false")
+        paired = pooled(runs)
         tokens = paired["tokens"].sum()
         rows.append(
             {

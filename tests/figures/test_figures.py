@@ -42,6 +42,9 @@ def test_several_seeds_get_a_band() -> None:
     assert "n=3 seeds, 95 % bootstrap" in [t.get_text() for t in axes.texts]
 
 
+RATIOS = pd.DataFrame({"group": ["none", "all three"], "ratio": [0.5, 0.7], "low": [0.3, 0.6], "high": [0.9, 1.4]})
+
+
 @pytest.mark.parametrize(
     ("floor", "lines", "text"),
     [
@@ -52,10 +55,21 @@ def test_several_seeds_get_a_band() -> None:
     ],
 )
 def test_the_noise_floor_is_drawn_or_said(floor: float | None, lines: int, text: str) -> None:
-    (axes,) = mismatch_by_step(steps(), floor).axes
-    assert len(axes.lines) == lines
-    assert text in [t.get_text() for t in axes.texts]
-    assert axes.get_yscale() == "log"
+    left, _ = mismatch_by_step(steps(), floor, RATIOS).axes
+    assert len(left.lines) == lines
+    assert text in [t.get_text() for t in left.texts]
+    assert left.get_yscale() == "log"
+
+
+def test_paired_ratios_are_points_with_intervals_beside_1() -> None:
+    _, right = mismatch_by_step(steps(), None, RATIOS).axes
+    points = [container.lines[0] for container in right.containers]
+    assert [p.get_xdata()[0] for p in points] == [0.5, 0.7]
+    assert to_hex(points[0].get_color()).upper() == POLICY_COLOUR["none"]
+    bars = [container.lines[2][0].get_segments()[0] for container in right.containers]
+    assert [bar[:, 0].tolist() for bar in bars] == [pytest.approx([0.3, 0.9]), pytest.approx([0.6, 1.4])]
+    assert [t.get_text() for t in right.get_yticklabels()] == ["none", "all three"]
+    assert right.get_xlim()[1] > 1.4
 
 
 def test_flips_by_layer_show_the_mean_over_steps() -> None:

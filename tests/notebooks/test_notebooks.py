@@ -34,7 +34,7 @@ def faults(notebook: Any) -> list[str]:
                 found.append(f"parameters: expected `name: type = value`, found {line}")
     if not notebook.cells or notebook.cells[0].cell_type != "markdown":
         found.append("expected an opening text")
-    if not code or "policy_table" not in code[-1][1].source:
+    if not code or "_table(" not in code[-1][1].source:
         found.append("expected the numbers in a table at the end")
     for i, cell in code:
         lines = [line for line in cell.source.splitlines() if line.strip() and not line.lstrip().startswith("#")]
