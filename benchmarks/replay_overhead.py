@@ -60,7 +60,7 @@ def update_overhead(config: JobConfig, rounds: int) -> dict[str, Any]:
         rollout, _ = session.open(HF, path, special_tokens(path, tokenizer))
         sample = rollout.generate(prompts, config.rollout.sampling, uids, 0)
         batch = TokenBatch.pack(prompts, sample.responses, uids, groups, tokenizer.pad_token_id)
-        replay = Replay(sample.trace, sample.trace.recorded.copy())
+        replay = Replay.full(sample.trace)
         advantages, mask = torch.linspace(-1, 1, len(batch)), batch.response_mask
 
         def stepper(trainer: Any, forced: Replay | None) -> Any:

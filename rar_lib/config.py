@@ -148,6 +148,18 @@ class RouterReplayConfig(_Part):
         "R3", description="where the record comes from: R2 the old-log-prob pass, R3 the rollout"
     )
     policy: str = Field("full", description="which recorded routes are forced")
+    unit: Literal["token_layer", "slot"] = Field(
+        "token_layer", description="what is counted and forced: sets or single experts"
+    )
+    budget: str | None = Field(
+        None, description="share of the recorded units, such as 0.25 or 1/4; none for policy full"
+    )
+    seed: int = Field(0, ge=0, description="of the keys that decide choices and ties")
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _exact_share(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
     @field_validator("mode", "policy", mode="before")
     @classmethod

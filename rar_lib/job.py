@@ -34,6 +34,7 @@ from rar_lib.checkpoint import (
 )
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import (
+    Capture,
     LogprobResult,
     Objective,
     Replay,
@@ -49,7 +50,7 @@ from rar_lib.metrics.mismatch import noise_floor
 from rar_lib.progress import Style, progress
 from rar_lib.replay.control import require_live, wrong_routes
 from rar_lib.replay.modes import MODES
-from rar_lib.replay.policies import full, get_policy
+from rar_lib.replay.policies import Candidates, get_policy, make_plan, require_policy
 from rar_lib.rl.advantages import group_advantages
 from rar_lib.rl.objectives import grpo_loss
 from rar_lib.runs.store import RUNS_DIR, RunStore, write_json
@@ -111,7 +112,7 @@ def run_job(
     """
     config = resolve_engines(config, say)
     path, task = resolve_checkpoint(config.model.path), Task(config.task)
-    get_policy(config.router_replay.policy)
+    require_policy(config.router_replay.policy, config.router_replay.unit, config.router_replay.budget)
     router_header(path)  # a model without replayable routers is refused before anything is started
     digests = {"checkpoint": digest_checkpoint(path), "task": task.digest()}
     store = RunStore(runs_dir or RUNS_DIR, config, digests)
@@ -126,7 +127,8 @@ def run_job(
 def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, store: RunStore, show: Style) -> None:
     """The loop."""
     diagnose = config.diagnostics.enabled
-    mode, policy = MODES[config.router_replay.arm], get_policy(config.router_replay.policy)
+    mode, needs = MODES[config.router_replay.arm], get_policy(config.router_replay.policy).needs
+    look: Capture = "margins" if "margins" in needs else True
     tokenizer = load_tokenizer(path)
     special = special_tokens(path, tokenizer)
     rollout, trainer = engines.open(config, path, special)
@@ -141,9 +143,6 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         facts["evaluation_first"] = _evaluate(config, rollout, prompts)
     bar = progress(store.path.name, config.steps, start, show)
 
-    def planned(record: RouteTrace | None) -> Replay | None:
-        return None if record is None else Replay(record, policy(record))
-
     for step in range(start, config.steps):
         # 1. Sample at θ_old, and reward.
         clock = _Clock()
@@ -156,31 +155,43 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         mask, mu = batch.response_mask, measure.rollout_logprobs(batch, sample)
         clock.tick("rollout")
 
-        # 2. Score at θ_old: under the run's mode, and once more under its counterpart.
-        traces = {"rollout": sample.trace}
-        old_replay = planned(mode.old_record(traces))
-        old = trainer.logprobs(batch, temperature=temperature, replay=old_replay, capture=old_replay is None)
+        # 2. Score at θ_old under the run's mode; before it, natively, if the policy chooses by the live choice.
+        traces, native = {"rollout": sample.trace}, None
+        if mode.in_old_pass is not None and "native" in needs:
+            native = trainer.logprobs(batch, temperature=temperature, capture=look)
+        clock.tick("planning")
+        old_replay = _planned(config, mode.old_record(traces), batch, step, native)
+        old = trainer.logprobs(
+            batch, temperature=temperature, replay=old_replay, capture=look if old_replay is None else False
+        )
         clock.tick("old")
-        scored = {"none" if old_replay is None else "R3": old}
-        if diagnose:
-            record = MODES[mode.counterpart].old_record(traces)
-            other_replay = None if record is None else Replay(record, full(record))
-            scored["R3" if old_replay is None else "none"] = trainer.logprobs(
-                batch, temperature=temperature, replay=other_replay, capture=other_replay is None
-            )
-        clock.tick("paired")
-        if old.trace is not None:
+        if old_replay is None:
+            native = old
+            assert old.trace is not None
             traces["old"] = old.trace
+
+        # And once more, so that every run has its tokens scored both natively and under full R3.
+        scored = {} if native is None else {"none": native}
+        if old_replay is not None and old_replay.plan.policy == "full":
+            scored["R3"] = old
+        if diagnose and "none" not in scored:
+            scored["none"] = trainer.logprobs(batch, temperature=temperature, capture=True)
+        if diagnose and "R3" not in scored:
+            scored["R3"] = trainer.logprobs(batch, temperature=temperature, replay=Replay.full(sample.trace))
+        clock.tick("paired")
         if step == start:
-            native = scored.get("none") or trainer.logprobs(batch, temperature=temperature)
-            _require_sync(mu, native, batch)
+            _require_sync(mu, scored.get("none") or trainer.logprobs(batch, temperature=temperature), batch)
         floor: measure.Row = {}
         if diagnose and _due(config, step, config.diagnostics.noise_floor_every):
             floor = _noise_floor(config, rollout, trainer, batch, mu, scored["none"])
         clock.tick("noise_floor")
 
         # 3. Learn: one optimizer step on each share of the prompts, replaying what the mode says.
-        update_replay = planned(mode.update_record(traces))
+        update_replay = (
+            old_replay  # one plan in every pass of a batch
+            if mode.in_updates == mode.in_old_pass
+            else _planned(config, mode.update_record(traces), batch, step, native)
+        )
         updates: list[tuple[torch.Tensor, UpdateResult]] = []
         for share in batch.update_shares():
             result = trainer.update(
@@ -280,6 +291,17 @@ class _Clock:
         self.row[f"time/{name}"], self._last = now - self._last, now
 
 
+def _planned(
+    config: JobConfig, record: RouteTrace | None, batch: TokenBatch, step: int, native: LogprobResult | None
+) -> Replay | None:
+    """The record with the plan of the run's policy; None where the mode replays nothing."""
+    if record is None:
+        return None
+    wanted, seen = config.router_replay, None if native is None else native.trace
+    candidates = Candidates(record, batch.uids, wanted.seed, step, seen)
+    return Replay(record, make_plan(wanted.policy, candidates, wanted.unit, wanted.budget))
+
+
 def _objective(config: JobConfig, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> Objective:
     """GRPO against the old log-probs, for the rows of one update."""
     algorithm = config.algorithm
@@ -304,7 +326,7 @@ def _negative_control(config: JobConfig, rollout: Rollout, trainer: Trainer, pro
     if header.top_k == header.num_experts:
         return None
     wrong = wrong_routes(native.trace)
-    moved = trainer.logprobs(batch, temperature=temperature, replay=Replay(wrong, wrong.recorded.copy()), capture=True)
+    moved = trainer.logprobs(batch, temperature=temperature, replay=Replay.full(wrong), capture=True)
     assert moved.trace is not None
     mask = batch.response_mask
     return require_live(native.logprobs[mask].numpy(), moved.logprobs[mask].numpy(), wrong, moved.trace)
@@ -405,6 +427,9 @@ def _summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: measure.
         "run": run,
         "arm": config.router_replay.arm,
         "policy": config.router_replay.policy,
+        "unit": config.router_replay.unit,
+        "budget": config.router_replay.budget,
+        "nominal": mean("replay/update/nominal"),
         "rollout_engine": config.rollout.engine,
         "trainer_engine": config.trainer.engine,
         "seed": config.seed,

@@ -123,22 +123,27 @@ def replay_row(
 ) -> Row:
     """Coverage of the rollout's record, and how much of it was planned and bound in each pass; zeros without replay.
 
-    A planned route binds where it differs from `native_local`, the live choice inside the replayed forward.
+    nominal: planned over valid units. forced_routers: share of the recorded cells whose executed set differs from
+    `native_local`, the live choice inside the replayed forward.
     """
     coverage = sample.trace.coverage()
-    forced, changed = (sum(getattr(u, name) for _, u in updates) for name in ("forced_cells", "changed_cells"))
+    forced, changed = (sum(getattr(u, name) for _, u in updates) for name in ("forced_units", "changed_cells"))
     return {
         "replay/coverage": coverage["recorded"],
         "replay/missing": coverage["missing"],
-        "replay/old/nominal": _share(old.forced_cells, old_replay),
-        "replay/old/binding_native_local": _share(old.changed_cells, old_replay),
-        "replay/update/nominal": _share(forced, update_replay),
-        "replay/update/binding_native_local": _share(changed, update_replay),
+        "replay/old/nominal": _nominal(old.forced_units, old_replay),
+        "replay/old/forced_routers_native_local": _share(old.changed_cells, old_replay),
+        "replay/update/nominal": _nominal(forced, update_replay),
+        "replay/update/forced_routers_native_local": _share(changed, update_replay),
     }
 
 
 def _share(cells: int, replay: Replay | None) -> float:
     return cells / max(1, int(replay.trace.recorded.sum())) if replay is not None else 0.0
+
+
+def _nominal(units: int, replay: Replay | None) -> float:
+    return units / max(1, replay.plan.valid) if replay is not None else 0.0
 
 
 def update_row(updates: Sequence[tuple[torch.Tensor, UpdateResult]], tokens: int) -> Row:

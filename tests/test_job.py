@@ -18,7 +18,7 @@ from rar_lib.config import JobConfig
 from rar_lib.engines.base import Replay
 from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.session import EngineSession
-from rar_lib.errors import EngineError, ReplayError
+from rar_lib.errors import ConfigError, EngineError, ReplayError
 from rar_lib.job import RunResult, run_job
 from rar_lib.replay import Replaying, modes
 from rar_lib.replay.modes import Mode
@@ -83,8 +83,8 @@ def test_each_mode_replays_where_it_should(runs: dict[str, RunResult]) -> None:
             [
                 "replay/old/nominal",
                 "replay/update/nominal",
-                "replay/old/binding_native_local",
-                "replay/update/binding_native_local",
+                "replay/old/forced_routers_native_local",
+                "replay/update/forced_routers_native_local",
             ]
         ]
         == 0
@@ -96,7 +96,7 @@ def test_each_mode_replays_where_it_should(runs: dict[str, RunResult]) -> None:
         assert (table["replay/coverage"] == 1).all()
         assert (table["replay/missing"] == 0).all()  # logged at 0 too
     # in the old pass, what binds under R3 is the disagreement of the rollout with the live choice
-    assert r3["replay/old/binding_native_local"].between(1e-4, 0.1).all()
+    assert r3["replay/old/forced_routers_native_local"].between(1e-4, 0.1).all()
 
 
 def test_the_runs_own_mismatch_is_its_side_of_the_pair(runs: dict[str, RunResult]) -> None:
@@ -167,7 +167,7 @@ def test_another_config_is_another_run(tmp_path: Path) -> None:
 
 
 def test_a_plan_in_one_pass_only_fails_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    half = Mode("R3", in_old_pass="rollout", in_updates=None, counterpart="none")
+    half = Mode("R3", in_old_pass="rollout", in_updates=None)
     monkeypatch.setitem(modes.MODES, "R3", half)
     with pytest.raises(ReplayError, match="did not replay the same routes"):
         run_job(small("R3"), runs_dir=tmp_path, show="none")
@@ -360,3 +360,50 @@ def test_kill_9_at_any_point_and_start_again(engines: str, kills: int, steps: in
         state = f"checkpoints/step-{steps:06d}/trainer.safetensors"
         assert (left_alone / state).read_bytes() == (cut / state).read_bytes()
     assert not list(cut.rglob("*.partial"))
+
+
+PARTIAL = [("uniform", "token_layer"), ("random_route", "slot"), ("random_cell", "slot"), ("margin", "token_layer"),
+           ("frequency", "slot"), ("disagree", "slot")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "unit"), PARTIAL)
+@pytest.mark.parametrize("arm", ["R2", "R3"])
+def test_runs_train_under_partial_policies(
+    arm: str, policy: str, unit: str, runs: dict[str, RunResult], tmp_path: Path
+) -> None:
+    wanted = (f"router_replay.policy={policy}", f"router_replay.unit={unit}", "router_replay.budget=0.25")
+    run = run_job(small(arm, "steps=2", *wanted), runs_dir=tmp_path, show="none")
+    assert (run.summary["policy"], run.summary["unit"], run.summary["budget"]) == (policy, unit, "0.25")
+    assert run.metrics["replay/update/nominal"].tolist() == pytest.approx([0.25] * 2, abs=1e-3)
+    assert run.metrics["replay/old/nominal"].tolist() == pytest.approx([0.25 if arm == "R3" else 0.0] * 2, abs=1e-3)
+    # the paired columns are of none and of full R3, whatever the run's own policy is
+    first, reference = run.metrics.iloc[0], runs["none"].metrics.iloc[0]
+    for side in ("none", "R3"):
+        assert first[f"paired/{side}/rollout_old/k3"] == reference[f"paired/{side}/rollout_old/k3"]
+    # a plan changes the old pass exactly where it forces a router: a budget may be spent where nothing would have moved
+    forces = first["replay/old/forced_routers_native_local"] > 0
+    assert (first["mismatch/rollout_old/k3"] != first["paired/none/rollout_old/k3"]) == forces
+
+
+def test_no_budget_trains_like_none_and_the_whole_like_r3(runs: dict[str, RunResult], tmp_path: Path) -> None:
+    for share, arm in (("0", "none"), ("1", "R3")):
+        wanted = ("router_replay.policy=random_route", "router_replay.unit=slot", f"router_replay.budget={share}")
+        run = run_job(small("R3", *wanted), runs_dir=tmp_path, show="none")
+        columns = [c for c in numbers(run.metrics) if not str(c).startswith("replay/")]
+        pd.testing.assert_frame_equal(run.metrics[columns], runs[arm].metrics[columns], check_exact=True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("router_replay.policy=uniform", "needs a share"),
+        ("router_replay.budget=0.5", "policy full has no budget"),
+        ("router_replay.policy=fisherman", "expected one of full, uniform"),
+    ],
+)
+def test_policies_and_budgets_that_do_not_go_together_are_refused_before_anything_starts(
+    wanted: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_job(small("R3", wanted), runs_dir=tmp_path / "runs", show="none")
+    assert not (tmp_path / "runs").exists()

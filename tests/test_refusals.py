@@ -54,7 +54,8 @@ def trainer(checkpoint: Path) -> HFTrainer:
 
 def test_unknown_config_key() -> None:
     with pytest.raises(
-        ConfigError, match=r"router_replay\.budgets: no such field; allowed here: enabled, mode, policy"
+        ConfigError,
+        match=r"router_replay\.budgets: no such field; allowed here: enabled, mode, policy, unit, budget, seed",
     ):
         JobConfig.build({"router_replay": {"budgets": 0.5}})
 
@@ -68,7 +69,7 @@ def test_a_policy_that_yaml_read_as_false(field: str, tmp_path: Path) -> None:
 
 
 def test_an_unknown_policy(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"router_replay\.policy: expected one of full, found 'fulll'"):
+    with pytest.raises(ConfigError, match=r"router_replay\.policy: expected one of full, uniform, .*, found 'fulll'"):
         run(tmp_path, "router_replay.policy=fulll")
 
 
@@ -157,7 +158,7 @@ def test_a_trace_of_fewer_layers_than_the_model_has_routers(trainer: HFTrainer, 
     with pytest.raises(
         ReplayError, match=r"MoE layers: expected \(0, 1, 2, 3\) \(model\), found \(0, 1, 2\) \(trace\)"
     ):
-        trainer.logprobs(sampled.batch, temperature=1.0, replay=Replay(short, short.recorded.copy()))
+        trainer.logprobs(sampled.batch, temperature=1.0, replay=Replay.full(short))
 
 
 def test_a_trace_of_other_tokens(trainer: HFTrainer, sampled: Sampled) -> None:
@@ -167,13 +168,13 @@ def test_a_trace_of_other_tokens(trainer: HFTrainer, sampled: Sampled) -> None:
     tokens[int(trace.offsets[5]) + 2] += 1
     other = replace(trace, token_ids=tokens)
     with pytest.raises(ReplayError, match="sequence 5, token 2: the trace speaks of token id"):
-        trainer.logprobs(sampled.batch, temperature=1.0, replay=Replay(other, other.recorded.copy()))
+        trainer.logprobs(sampled.batch, temperature=1.0, replay=Replay.full(other))
 
 
 def test_a_batch_in_another_order(trainer: HFTrainer, sampled: Sampled) -> None:
     backwards = sampled.result.trace.select(range(len(sampled.batch) - 1, -1, -1))
     with pytest.raises(ReplayError, match="the same tokens in the same order"):
-        trainer.logprobs(sampled.batch, temperature=1.0, replay=Replay(backwards, backwards.recorded.copy()))
+        trainer.logprobs(sampled.batch, temperature=1.0, replay=Replay.full(backwards))
 
 
 def test_missing_routes_are_counted_and_stay_native(trainer: HFTrainer, sampled: Sampled) -> None:
@@ -182,8 +183,8 @@ def test_missing_routes_are_counted_and_stay_native(trainer: HFTrainer, sampled:
     status[1, 2] = Status.MISSING
     gap = RouteTrace.from_packed(trace.header, trace.ids(), trace.lengths, status, token_ids=trace.token_ids)
     assert 0 < gap.coverage()["missing"] < 1e-3
-    scored = trainer.logprobs(sampled.batch, temperature=1.0, replay=Replay(gap, gap.recorded.copy()))
-    assert scored.forced_cells == int(trace.recorded.sum()) - 1
+    scored = trainer.logprobs(sampled.batch, temperature=1.0, replay=Replay.full(gap))
+    assert scored.forced_units == int(trace.recorded.sum()) - 1
 
 
 # ------------------------------------------------------------------ run folder

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from rar_lib.config import SamplingConfig
+from rar_lib.replay.plan import ReplayPlan, full_plan
 from rar_lib.traces.trace import RouteTrace
 
+Capture = bool | Literal["margins"]  # of a scoring pass: nothing, the executed routes, or these with their margins
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -105,16 +107,19 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Replay:
-    """Routes to force in a pass: the record, and which of it is planned (`[N, L]` bool)."""
+    """Routes to force in a pass: the record, and which of it is planned."""
 
     trace: RouteTrace
-    planned: np.ndarray
+    plan: ReplayPlan
+
+    @classmethod
+    def full(cls, trace: RouteTrace) -> Replay:
+        """Every recorded route."""
+        return cls(trace, full_plan(trace))
 
     def select(self, sequences: torch.Tensor) -> Replay:
         """The replay of some of the sequences."""
-        offsets = self.trace.offsets
-        rows = [np.arange(offsets[i], offsets[i + 1]) for i in sequences.tolist()]
-        return Replay(self.trace.select(sequences.tolist()), self.planned[np.concatenate(rows)])
+        return Replay(*self.plan.select(self.trace, sequences.tolist()))
 
 
 @dataclass(frozen=True)
@@ -168,13 +173,13 @@ class LogprobResult:
     Attributes:
         logprobs: `[S, T]` float32 in nats, 0 outside the response.
         trace: the executed routes, if capture was asked for.
-        forced_cells, changed_cells: (token, layer) cells that were given a recorded route, and those where it
-            differed from the live choice.
+        forced_units, changed_cells: units of the plan that were given to routers, and (token, layer) cells whose executed
+            set differs from the live choice.
     """
 
     logprobs: torch.Tensor
     trace: RouteTrace | None
-    forced_cells: int = 0
+    forced_units: int = 0
     changed_cells: int = 0
 
 
@@ -191,14 +196,14 @@ class UpdateResult:
         grad_norm: global L2 norm before clipping.
         logprobs: `[S, T]` float32, the log-probs of the forward that gave the gradient (`new`, before the step).
         statistics: sums over tokens that the objective reported.
-        forced_cells, changed_cells: as in LogprobResult.
+        forced_units, changed_cells: as in LogprobResult.
     """
 
     loss: float
     grad_norm: float
     logprobs: torch.Tensor
     statistics: dict[str, float]
-    forced_cells: int = 0
+    forced_units: int = 0
     changed_cells: int = 0
 
 
@@ -213,7 +218,7 @@ class Trainer(Protocol):
         *,
         temperature: float,
         replay: Replay | None = None,
-        capture: bool = False,
+        capture: Capture = False,
         micro_batch_size: int | None = None,
     ) -> LogprobResult:
         """Score the responses at the present weights, without gradient; `capture` returns the executed routes."""

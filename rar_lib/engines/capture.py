@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rar_lib.engines.base import Replay, TokenBatch
+from rar_lib.engines.base import Capture, Replay, TokenBatch
 from rar_lib.errors import ReplayError
 from rar_lib.replay.contexts import Recording, Replaying, recording, replaying
 from rar_lib.traces.trace import RouteTrace, Status
@@ -21,10 +21,13 @@ class RouteCollector:
     def __init__(self, record: Recording) -> None:
         self.record = record
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._margins: list[torch.Tensor] = []
 
     def take(self, rows: torch.Tensor) -> None:
         """The forwards since the last take held these rows of the batch."""
         self._parts.append((rows, self.record.take(len(rows)).cpu()))
+        if hasattr(self.record, "last_margins"):
+            self._margins.append(self.record.last_margins.cpu())
 
     def trace(self, batch: TokenBatch, source: Literal["old", "new"], producer: str, model_id: str) -> RouteTrace:
         """The trace of the whole batch; the last token of a sequence is `LAST`, since nothing is predicted from it."""
@@ -33,6 +36,12 @@ class RouteCollector:
         for rows, part in self._parts:
             ids[rows] = part[:, : ids.shape[1]]
         inside = batch.token_mask
+        optional = {}
+        if self._margins:
+            margins = torch.zeros(ids.shape[:3])
+            for (rows, _), part in zip(self._parts, self._margins, strict=True):
+                margins[rows] = part[:, : ids.shape[1]].float()
+            optional["margins"] = margins[inside].numpy()
         position = torch.arange(ids.shape[1])[None, :]
         status = torch.where(position == batch.lengths[:, None] - 1, Status.LAST.value, Status.RECORDED.value)
         header = self.record.header.model_copy(update={"source": source, "producer": producer, "model_id": model_id})
@@ -42,22 +51,25 @@ class RouteCollector:
             batch.lengths.numpy(),
             status[inside].numpy().astype(np.uint8),
             token_ids=batch.packed_token_ids(),
+            **optional,
         )
 
 
 @contextlib.contextmanager
 def open_routes(
-    model: Any, batch: TokenBatch, replay: Replay | None, capture: bool
+    model: Any, batch: TokenBatch, replay: Replay | None, capture: Capture
 ) -> Iterator[tuple[Replaying | None, RouteCollector | None]]:
     """Open replaying, and inside it recording of what is executed, as asked for."""
     if replay is not None and replay.trace.num_sequences != len(batch):
         raise ReplayError(f"the batch has {len(batch)} sequences, the trace to replay {replay.trace.num_sequences}")
     with contextlib.ExitStack() as stack:
-        forced = stack.enter_context(replaying(model, replay.trace, replay.planned)) if replay is not None else None
-        collector = RouteCollector(stack.enter_context(recording(model))) if capture else None
+        forced = stack.enter_context(replaying(model, replay.trace, replay.plan)) if replay is not None else None
+        collector = (
+            RouteCollector(stack.enter_context(recording(model, margins=capture == "margins"))) if capture else None
+        )
         yield forced, collector
 
 
 def route_counts(forced: Replaying | None) -> tuple[int, int]:
     """(forced cells, changed cells) of a pass; zeros without replay."""
-    return (0, 0) if forced is None else (forced.forced_cells, forced.changed_cells)
+    return (0, 0) if forced is None else (forced.forced_units, forced.changed_cells)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from rar_lib.checkpoint import load_model
 from rar_lib.config import AlgorithmConfig, TrainerConfig
-from rar_lib.engines.base import LogprobResult, Objective, Replay, TokenBatch, UpdateResult
+from rar_lib.engines.base import Capture, LogprobResult, Objective, Replay, TokenBatch, UpdateResult
 from rar_lib.engines.capture import open_routes, route_counts
 from rar_lib.engines.hf_weights import hf_names
 from rar_lib.engines.logits import response_logprobs
@@ -69,7 +69,7 @@ class HFTrainer:
         *,
         temperature: float,
         replay: Replay | None = None,
-        capture: bool = False,
+        capture: Capture = False,
         micro_batch_size: int | None = None,
     ) -> LogprobResult:
         """See `Trainer.logprobs`."""

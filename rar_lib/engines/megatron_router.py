@@ -65,7 +65,12 @@ def point_router() -> type:
         def set_layer_number(self, layer_number: int) -> None:
             super().set_layer_number(layer_number)
             self.router_replay = SelectionPoint(
-                layer_number - 1, self.config.num_moe_experts, self.topk, "sequence", "TopKRouter"
+                layer_number - 1,
+                self.config.num_moe_experts,
+                self.topk,
+                "sequence",
+                "TopKRouter",
+                self.config.moe_router_num_groups or 1,
             )
 
     return PointRouter

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rar_lib.config import AlgorithmConfig, TrainerConfig
-from rar_lib.engines.base import LogprobResult, Objective, Replay, TokenBatch, UpdateResult
+from rar_lib.engines.base import Capture, LogprobResult, Objective, Replay, TokenBatch, UpdateResult
 from rar_lib.engines.capture import open_routes, route_counts
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.megatron_cpu import import_megatron, start_parallel_state, without_cuda
@@ -125,7 +125,7 @@ class MegatronTrainer:
         *,
         temperature: float,
         replay: Replay | None = None,
-        capture: bool = False,
+        capture: Capture = False,
         micro_batch_size: int | None = None,
     ) -> LogprobResult:
         """See `Trainer.logprobs`."""
@@ -181,7 +181,7 @@ class MegatronTrainer:
                 raise EngineError(f"gradient norm is {norm} at a loss of {result.loss}: the update was not taken")
             self.optimizer.step()
         return UpdateResult(
-            result.loss, float(norm), result.logprobs, result.statistics, result.forced_cells, result.changed_cells
+            result.loss, float(norm), result.logprobs, result.statistics, result.forced_units, result.changed_cells
         )
 
     # ---------------------------------------------------------------- weights and state

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from rar_lib.errors import ReplayError
+from rar_lib.replay.plan import ReplayPlan, full_plan
 from rar_lib.replay.points import SelectionPoint, find_points, selecting
-from rar_lib.replay.resolve import resolve_token_layer
+from rar_lib.replay.resolve import resolve
 from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
 
 
@@ -42,14 +43,19 @@ def describe_routers(model: torch.nn.Module) -> TraceHeader:
 class Recording:
     """Routes collected at the points of a model while its context is open."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, margins: bool = False) -> None:
         self.header = describe_routers(model)
+        self._margins: dict[int, list[torch.Tensor]] | None = (
+            {i: [] for i in self.header.moe_layers} if margins else None
+        )
         self._points = find_points(model).points
         self._ids: dict[int, list[torch.Tensor]] = {layer: [] for layer in self.header.moe_layers}
         self._inputs: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = []
 
     def _select(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         self._ids[point.layer].append(ids.detach())
+        if self._margins is not None:
+            self._margins[point.layer].append(margin(scores.detach(), point.top_k)[:, None])
         return ids
 
     def _saw_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -70,7 +76,9 @@ class Recording:
         counts = {layer: len(chunks) for layer, chunks in self._ids.items()}
         if len(set(counts.values())) != 1 or not all(counts.values()):
             raise ReplayError(f"routers fired unequally often since the last take, by layer: {counts}")
-        stacked = self._stacked(num_sequences, 0, max(counts.values()))
+        stacked = self._stacked(self._ids, num_sequences, 0, max(counts.values()))
+        if self._margins is not None:
+            self.last_margins = self._stacked(self._margins, num_sequences, 0, max(counts.values()))[..., 0]
         self._forget()
         return stacked
 
@@ -87,21 +95,25 @@ class Recording:
         pieces = []
         for first, end in zip(starts, [*starts[1:], len(self._inputs)], strict=True):
             seen = self._inputs[first:end]
-            pieces.append(_pack(header, self._stacked(len(seen[0][0]), first, end).cpu(), seen))
+            pieces.append(_pack(header, self._stacked(self._ids, len(seen[0][0]), first, end).cpu(), seen))
         self._forget()
         return RouteTrace.concatenate(pieces)
 
-    def _stacked(self, num_sequences: int, first: int, end: int) -> torch.Tensor:
-        """Forwards `first` to `end` of every layer, joined along T: `[num_sequences, T, L, K]`."""
+    def _stacked(
+        self, rows_by_layer: dict[int, list[torch.Tensor]], num_sequences: int, first: int, end: int
+    ) -> torch.Tensor:
+        """Forwards `first` to `end` of every layer, joined along T: `[num_sequences, T, L, ...]`."""
         layers = []
         for point in self._points:
-            pieces = [_unflatten(rows, num_sequences, point) for rows in self._ids[point.layer][first:end]]
+            pieces = [_unflatten(rows, num_sequences, point) for rows in rows_by_layer[point.layer][first:end]]
             layers.append(torch.cat(pieces, 1))
         return torch.stack(layers, 2)
 
     def _forget(self) -> None:
         self._inputs = []
         self._ids = {layer: [] for layer in self._ids}
+        if self._margins is not None:
+            self._margins = {layer: [] for layer in self._margins}
 
 
 def _pack(
@@ -122,10 +134,26 @@ def _pack(
     return RouteTrace.from_packed(header, ids[keep].numpy(), lengths, status, token_ids=tokens[keep].numpy())
 
 
+def margin(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """s_(K) - s_(K+1) of ranked scores `[rows, E]`, among the experts that the router may choose: `[rows]`, >= 0.
+
+    Infinite where nothing could take the last place: at K = E, or with every other expert outside the allowed groups.
+    """
+    if k == scores.shape[-1]:
+        return scores.new_full((len(scores),), torch.inf)
+    top = scores.topk(k + 1, dim=-1).values
+    return top[:, k - 1] - top[:, k]
+
+
 @contextmanager
-def recording(model: torch.nn.Module) -> Iterator[Recording]:
-    """Record which experts every router of a model uses. Numbers are unchanged, bit for bit."""
-    record = Recording(model)
+def recording(model: torch.nn.Module, *, margins: bool = False) -> Iterator[Recording]:
+    """Record which experts every router of a model uses. Numbers are unchanged, bit for bit.
+
+    Args:
+        model: a Transformers MoE, or a Megatron model built by this library.
+        margins: keep the margins of the live scores too; `take` leaves them in `last_margins` `[S, T, L]`.
+    """
+    record = Recording(model, margins)
     handle = model.register_forward_pre_hook(record._saw_inputs, with_kwargs=True)
     try:
         with selecting(model, [record._select] * len(record._points)):
@@ -138,11 +166,11 @@ class Replaying:
     """The routes that an open `replaying` context forces.
 
     Attributes:
-        forced_cells: (token, layer) cells whose router was given a recorded route, since the context opened.
-        changed_cells: those of them whose set of experts differs from the router's live choice.
+        forced_units: units of the plan that routers were given, since the context opened.
+        changed_cells: (token, layer) cells whose executed set of experts differs from the router's live choice.
     """
 
-    def __init__(self, model: torch.nn.Module, trace: RouteTrace, planned: np.ndarray | None) -> None:
+    def __init__(self, model: torch.nn.Module, trace: RouteTrace, plan: ReplayPlan) -> None:
         mine = describe_routers(model)
         theirs = trace.header
         for name, expected, found in (
@@ -154,23 +182,26 @@ class Replaying:
                 raise ReplayError(
                     f"trace and model differ in {name}: expected {expected} (model), found {found} (trace)"
                 )
+        plan.require(trace)
+        points = find_points(model).points
+        grouped = [p.layer for p in points if p.groups > 1]
+        if plan.unit == "slot" and grouped:
+            raise ReplayError(
+                f"plan of unit slot: layers {grouped} choose within groups of experts, which single slots would leave; use "
+                "unit token_layer"
+            )
         experts, _ = trace.to_padded()
-        if planned is not None:
-            if planned.shape != trace.experts.shape[:2] or planned.dtype != bool:
-                raise ReplayError(
-                    f"planned: expected bool {trace.experts.shape[:2]}, found {planned.dtype} {planned.shape}"
-                )
-            inside = np.arange(experts.shape[1])[None, :] < trace.lengths[:, None]
-            keep = np.zeros(experts.shape[:3], dtype=bool)
-            keep[inside] = planned
-            experts = np.where(keep[..., None], experts, -1)
+        inside = np.arange(experts.shape[1])[None, :] < trace.lengths[:, None]
+        planned = np.zeros((*inside.shape, *plan.planned.shape[1:]), dtype=bool)
+        planned[inside] = plan.planned
+        self._planned = torch.from_numpy(planned)
         self._targets = torch.from_numpy(experts)
         self._column = {layer: i for i, layer in enumerate(mine.moe_layers)}
-        self._points = find_points(model).points
+        self._points = points
         self._rows: torch.Tensor = torch.arange(trace.num_sequences)
         self._lengths = torch.from_numpy(trace.lengths)
         self._tokens = _padded_tokens(trace)
-        self.forced_cells = 0
+        self.forced_units = 0
         self.changed_cells = 0
 
     def focus(self, sequences: Sequence[int] | torch.Tensor) -> None:
@@ -212,7 +243,8 @@ class Replaying:
             )
 
     def _select(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        target = self._targets[self._rows, :, self._column[point.layer]]
+        column = self._column[point.layer]
+        target, planned = self._targets[self._rows, :, column], self._planned[self._rows, :, column]
         n, length, k = target.shape
         steps, rest = divmod(len(ids), max(n, 1))
         if rest or steps < length:
@@ -222,27 +254,29 @@ class Replaying:
             )
         if steps > length:
             target = torch.cat([target, target.new_full((n, steps - length, k), -1)], 1)
+            planned = torch.cat([planned, planned.new_zeros((n, steps - length, *planned.shape[2:]))], 1)
         recorded = _flatten(target, point).to(ids.device)
-        used = resolve_token_layer(recorded, ids)
-        self.forced_cells += int((recorded[:, 0] >= 0).sum())
+        asked = _flatten(planned if planned.ndim == 3 else planned[..., None], point).to(ids.device)
+        used = resolve(recorded, asked if planned.ndim == 3 else asked[:, 0], scores, ids)
+        self.forced_units += int(planned.sum())
         self.changed_cells += int(((used.unsqueeze(-1) == ids.unsqueeze(-2)).sum((-1, -2)) < k).sum())
         return used
 
 
 @contextmanager
-def replaying(model: torch.nn.Module, trace: RouteTrace, planned: np.ndarray | None = None) -> Iterator[Replaying]:
+def replaying(model: torch.nn.Module, trace: RouteTrace, plan: ReplayPlan | None = None) -> Iterator[Replaying]:
     """Force the recorded routes of a trace in every forward of a model.
 
     Args:
         model: a Transformers MoE, or a Megatron model built by this library.
         trace: routes of the sequences that will be forwarded.
-        planned: `[N, L]` bool over the trace's tokens, which routes to force; by default all that are recorded.
+        plan: which routes to force; by default all that are recorded.
 
     Raises:
         ReplayError: if experts, top-k or MoE layers of trace and model differ, if the rows of a forward do not fit, or if
             the forward holds other tokens than the trace (where the trace carries its tokens).
     """
-    replay = Replaying(model, trace, planned)
+    replay = Replaying(model, trace, full_plan(trace) if plan is None else plan)
     handle = model.register_forward_pre_hook(replay._check_inputs, with_kwargs=True)
     try:
         with selecting(model, [replay._select] * len(replay._points)):

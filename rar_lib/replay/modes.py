@@ -5,8 +5,7 @@ R2    the trainer's old-log-prob pass is recorded and replayed in the updates: r
 R3    the rollout's record is replayed in the old-log-prob pass and in the updates (arXiv 2510.11370): removes the
       mismatch between engines.
 
-A mode is one line in the registry; the loop asks it what to replay and never what it is called. Each mode names the
-counterpart that its batches are also scored under, so that every run measures the pair none/R3 on its own tokens.
+A mode is one line in the registry; the loop asks it what to replay and never what it is called.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class Mode:
     name: str
     in_old_pass: Source | None
     in_updates: Source | None
-    counterpart: str
 
     def old_record(self, traces: Mapping[str, RouteTrace]) -> RouteTrace | None:
         """The record to replay in the old-log-prob pass."""
@@ -41,8 +39,8 @@ class Mode:
 MODES = {
     mode.name: mode
     for mode in (
-        Mode("none", in_old_pass=None, in_updates=None, counterpart="R3"),
-        Mode("R2", in_old_pass=None, in_updates="old", counterpart="R3"),
-        Mode("R3", in_old_pass="rollout", in_updates="rollout", counterpart="none"),
+        Mode("none", in_old_pass=None, in_updates=None),
+        Mode("R2", in_old_pass=None, in_updates="old"),
+        Mode("R3", in_old_pass="rollout", in_updates="rollout"),
     )
 }

@@ -47,9 +47,12 @@ class SelectionPoint:
         row_order: how rows follow a `[sequences, time]` batch: "batch" is `b * T + t` (Transformers), "sequence" is
             `t * B + b` (Megatron-Core).
         owner: name of the router class, for messages.
+        groups: groups of experts that limit the choice; 1 where there are none.
     """
 
-    def __init__(self, layer: int, num_experts: int, top_k: int, row_order: RowOrder, owner: str) -> None:
+    def __init__(
+        self, layer: int, num_experts: int, top_k: int, row_order: RowOrder, owner: str, groups: int = 1
+    ) -> None:
         self.layer, self.num_experts, self.top_k, self.row_order, self.owner = (
             layer,
             num_experts,
@@ -57,6 +60,7 @@ class SelectionPoint:
             row_order,
             owner,
         )
+        self.groups = groups
         self.selectors: list[Selector] = []
         self.forwards = 0  # since the last `begin`
         self._used: torch.Tensor | None = None
@@ -155,9 +159,10 @@ class _TransformersPoints:
                 continue
             number = LAYER_NUMBER.search(name)
             experts, k = getattr(module, "num_experts", None), getattr(module, "top_k", None)
+            groups = getattr(module, "num_group", None) or getattr(module, "n_group", None) or 1
             if number is None or experts is None or k is None:
                 raise ReplayError(f"router {name} ({kind}): its layer number, num_experts or top_k is not known")
-            self.points.append(SelectionPoint(int(number.group(1)), experts, k, "batch", kind))
+            self.points.append(SelectionPoint(int(number.group(1)), experts, k, "batch", kind, groups))
             self.routers.append(module)
         if not self.points:
             raise ReplayError(

@@ -59,7 +59,7 @@ def score(trainer: Any, sampled: Sampled, replay: Replay | None = None) -> torch
 
 def wrong(sampled: Sampled) -> Replay:
     trace = wrong_routes(sampled.result.trace)
-    return Replay(trace, trace.recorded.copy())
+    return Replay.full(trace)
 
 
 def untouched(model: Any) -> None:
@@ -156,7 +156,7 @@ def test_a_replay_that_does_not_fit_leaves_nothing_behind(engine: str, checkpoin
     trainer = build(engine, checkpoint)
     short = sampled.result.trace.select(range(3))
     with pytest.raises(ReplayError):
-        score(trainer, sampled, Replay(short, short.recorded.copy()))
+        score(trainer, sampled, Replay.full(short))
     untouched(trainer.model)
 
 

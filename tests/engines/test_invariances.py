@@ -39,7 +39,7 @@ def scalars(trainer: Any, batch: TokenBatch, trace: RouteTrace, mu: torch.Tensor
     """Every scalar of a batch: mismatch natively and under R3, agreement, replay counts, loss and gradient norm."""
     mask = batch.response_mask
     native = trainer.logprobs(batch, temperature=1.0, capture=True)
-    replay = Replay(trace, trace.recorded.copy())
+    replay = Replay.full(trace)
     forced = trainer.logprobs(batch, temperature=1.0, replay=replay)
     advantages = (batch.tokens.sum(1) % 5 - 2).float()  # by content, so that it follows the sequence
     update = trainer.update(
@@ -48,7 +48,7 @@ def scalars(trainer: Any, batch: TokenBatch, trace: RouteTrace, mu: torch.Tensor
     )  # fmt: skip
     values = {
         **mismatch(native.logprobs, mu, mask, prefix="native/"), **mismatch(forced.logprobs, mu, mask, prefix="R3/"),
-        **agreement(trace, native.trace).scalars("routes/"), "forced": forced.forced_cells, "changed": forced.changed_cells,
+        **agreement(trace, native.trace).scalars("routes/"), "forced": forced.forced_units, "changed": forced.changed_cells,
         "loss": update.loss, "grad_norm": update.grad_norm,
     }  # fmt: skip
     return {name: value for name, value in values.items() if value is not None}

@@ -35,7 +35,7 @@ def trainer(request: Any, checkpoint: Path) -> Any:
 
 
 def everything(trace: Any) -> Replay:
-    return Replay(trace, trace.recorded.copy())
+    return Replay.full(trace)
 
 
 def objective(batch: TokenBatch, old: torch.Tensor) -> Any:
@@ -82,7 +82,7 @@ def test_own_replay_is_a_bit_exact_no_op(trainer: Any, sampled: Sampled) -> None
     again = trainer.logprobs(sampled.batch, temperature=1.0, replay=everything(native.trace), capture=True)
     assert torch.equal(native.logprobs, again.logprobs)
     assert again.trace.equals(native.trace)
-    assert again.forced_cells == int(native.trace.recorded.sum())
+    assert again.forced_units == int(native.trace.recorded.sum())
     assert again.changed_cells == 0
 
 
@@ -159,7 +159,7 @@ def test_recompute_changes_no_gradient(trainer: Any, checkpoint: Path, sampled: 
         replay = everything(sampled.result.trace)
         old = fresh.logprobs(sampled.batch, temperature=1.0, replay=replay)
         update = fresh.update(sampled.batch, objective(sampled.batch, old.logprobs), temperature=1.0, replay=replay)
-        assert update.forced_cells == old.forced_cells
+        assert update.forced_units == old.forced_units
         vectors.append(gradients(fresh))
     assert torch.equal(*vectors)
     assert forwards == [8, 12]  # 4 micro-batches scored and 4 updated; with recompute each of the latter twice

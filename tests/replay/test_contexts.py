@@ -15,8 +15,8 @@ from rar_lib.checkpoint import load_model
 from rar_lib.errors import ReplayError
 from rar_lib.replay import recording, replaying
 from rar_lib.replay.control import require_live, wrong_routes
+from rar_lib.replay.plan import ReplayPlan, Unit, full_plan
 from rar_lib.replay.points import find_points
-from rar_lib.replay.resolve import resolve_token_layer
 from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
 
 
@@ -33,6 +33,11 @@ def tokens() -> torch.Tensor:
 def logits(model: Any, tokens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=tokens, use_cache=False, **kwargs).logits
+
+
+def plan_of(trace: RouteTrace, planned: np.ndarray) -> ReplayPlan:
+    unit: Unit = "token_layer" if planned.ndim == 2 else "slot"
+    return ReplayPlan(unit, planned, trace.payload_sha256(), "by hand", 0, None, int(trace.recorded.sum()))
 
 
 def record(model: Any, tokens: torch.Tensor) -> RouteTrace:
@@ -59,7 +64,7 @@ def test_own_replay_changes_no_bit(model: Any, tokens: torch.Tensor) -> None:
     with replaying(model, trace) as replay:
         again = logits(model, tokens)
     assert torch.equal(native, again)
-    assert (replay.forced_cells, replay.changed_cells) == (3 * 6 * 4, 0)
+    assert (replay.forced_units, replay.changed_cells) == (3 * 6 * 4, 0)
 
 
 def test_wrong_routes_move_the_output_and_are_executed(model: Any, tokens: torch.Tensor) -> None:
@@ -68,7 +73,7 @@ def test_wrong_routes_move_the_output_and_are_executed(model: Any, tokens: torch
     with replaying(model, wrong) as replay, recording(model) as executed:
         moved = logits(model, tokens)
     assert (native[:, :-1] - moved[:, :-1]).abs().max() > 0.1
-    assert replay.changed_cells == replay.forced_cells
+    assert replay.changed_cells == replay.forced_units
     seen = executed.trace()
     assert (np.sort(seen.experts[seen.recorded], -1) == np.sort(wrong.experts[wrong.recorded], -1)).all()
 
@@ -128,14 +133,14 @@ def test_two_models_do_not_see_each_other(checkpoint: Path, model: Any, tokens: 
 def test_missing_and_unplanned_rows_stay_native(model: Any, tokens: torch.Tensor) -> None:
     trace, native = record(model, tokens), logits(model, tokens)
     wrong = wrong_routes(trace)
-    with replaying(model, wrong, planned=np.zeros((21, 4), bool)) as replay:
+    with replaying(model, wrong, plan_of(wrong, np.zeros((21, 4), bool))) as replay:
         assert torch.equal(native, logits(model, tokens))
-    assert replay.forced_cells == 0
+    assert replay.forced_units == 0
     only = np.zeros((21, 4), bool)
     only[2, 3] = True
-    with replaying(model, wrong, planned=only) as replay:
+    with replaying(model, wrong, plan_of(wrong, only)) as replay:
         moved = logits(model, tokens)
-    assert (replay.forced_cells, replay.changed_cells) == (1, 1)
+    assert (replay.forced_units, replay.changed_cells) == (1, 1)
     # forcing one row changes how many rows its experts multiply at once, so other rows may move by an ulp
     changed = ((moved - native).abs() > 1e-4).any(-1)
     assert changed[0, 2]
@@ -149,7 +154,7 @@ def test_padding_after_a_sequence_stays_native(model: Any, tokens: torch.Tensor)
     with replaying(model, trace) as replay:
         out = logits(model, longer)
     assert torch.allclose(out[:, :7], logits(model, tokens), atol=1e-5)
-    assert replay.forced_cells == 3 * 6 * 4
+    assert replay.forced_units == 3 * 6 * 4
 
 
 def test_micro_batches_are_named_by_focus(model: Any, tokens: torch.Tensor) -> None:
@@ -217,7 +222,7 @@ def test_recompute_gets_the_ids_of_the_forward(model: Any, tokens: torch.Tensor)
             model(input_ids=tokens, use_cache=False).logits[:, :-1].logsumexp(-1).sum().backward()
         model.gradient_checkpointing_disable()
         model.eval()
-        assert replay.forced_cells == 3 * 6 * 4  # the second forward asks for the same ids, it does not resolve again
+        assert replay.forced_units == 3 * 6 * 4  # the second forward asks for the same ids, it does not resolve again
         return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
 
     assert torch.equal(gradient(False), gradient(True))
@@ -250,21 +255,18 @@ def test_a_trace_that_does_not_fit_is_refused(model: Any, tokens: torch.Tensor) 
         replaying(model, moved),
     ):
         pass
-    with (
-        pytest.raises(ReplayError, match="planned: expected bool"),
-        replaying(model, trace, planned=np.ones((3, 4), bool)),
+    for plan, message in (
+        (plan_of(trace, np.ones((3, 4), bool)), r"expected bool \(21, 4\) for this trace, found bool \(3, 4\)"),
+        (full_plan(wrong_routes(trace)), "plan for another trace"),
+        (plan_of(trace, np.ones((21, 4), bool)), "a planned unit whose route is not recorded"),
     ):
-        pass
+        with pytest.raises(ReplayError, match=message), replaying(model, trace, plan):
+            pass
 
 
 def test_a_model_without_routers_is_refused() -> None:
     with pytest.raises(ReplayError, match="no router found"):
         find_points(torch.nn.Linear(2, 2))
-
-
-def test_resolver_by_hand() -> None:
-    recorded, native = torch.tensor([[3, 1], [-1, -1]]), torch.tensor([[0, 1], [2, 0]])
-    assert resolve_token_layer(recorded, native).tolist() == [[3, 1], [2, 0]]
 
 
 def test_negative_control() -> None:

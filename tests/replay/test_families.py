@@ -180,7 +180,7 @@ def test_property_own_replay_wrong_ids_and_gradients(
             moved[rows] = out.detach()
             out[mask[rows].bool()].logsumexp(-1).sum().backward()
     cells = int(trace.recorded.sum())
-    assert replay.forced_cells == cells
+    assert replay.forced_units == cells
     if cells:
         assert (moved - native).abs().max() > 0
         if k > 1 or not (norm or family == "mixtral"):  # a single renormalised weight is 1 whatever the score

@@ -1,0 +1,128 @@
+"""Partial plans on hf and Megatron: nothing is none, all is R3, and what lies between is executed as resolved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rar_lib.config import JobConfig
+from rar_lib.engines.base import Replay
+from rar_lib.engines.hf_trainer import HFTrainer
+from rar_lib.engines.megatron_trainer import MegatronTrainer
+from rar_lib.errors import ReplayError
+from rar_lib.metrics.mismatch import k3
+from rar_lib.replay import replaying
+from rar_lib.replay.plan import full_plan
+from rar_lib.replay.policies import Candidates, make_plan
+from rar_lib.rl.objectives import grpo_loss
+from tests.conftest import Sampled
+from tests.replay.families import FAMILIES
+from tests.replay.families import build as build_family
+
+ENGINES = {"hf": HFTrainer, "megatron": MegatronTrainer}
+UNITS = ("token_layer", "slot")
+
+
+def build(engine: str, checkpoint: Path, recompute: bool = False) -> Any:
+    config = JobConfig.build({}, ["trainer.micro_batch_size=32", f"trainer.recompute={str(recompute).lower()}"])
+    return ENGINES[engine](checkpoint, config.trainer, config.algorithm)
+
+
+def gradients(trainer: Any) -> torch.Tensor:
+    name = "main_grad" if trainer.name == "megatron" else "grad"
+    return torch.cat([getattr(p, name).reshape(-1) for p in trainer.model.parameters()]).clone()
+
+
+def both_passes(trainer: Any, sampled: Sampled, replay: Replay | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Old log-probs and gradient of an update that replays the same plan."""
+    batch = sampled.batch
+    old = trainer.logprobs(batch, temperature=1.0, replay=replay).logprobs
+    advantages, mask = torch.linspace(-1, 1, len(batch)), batch.response_mask
+
+    def objective(logp: torch.Tensor, rows: torch.Tensor) -> Any:
+        return grpo_loss(logp, old[rows], advantages[rows], mask[rows], 0.2, 0.2)
+
+    update = trainer.update(batch, objective, temperature=1.0, replay=replay)
+    assert torch.equal(update.logprobs, old)
+    return old, gradients(trainer)
+
+
+def planned(sampled: Sampled, policy: str, unit: Any, share: str, native: Any = None) -> Replay:
+    trace = sampled.result.trace
+    return Replay(trace, make_plan(policy, Candidates(trace, sampled.batch.uids, 0, 0, native), unit, share))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_no_budget_is_none_and_the_whole_budget_is_r3(
+    engine: str, unit: str, recompute: bool, checkpoint: Path, sampled: Sampled
+) -> None:
+    pairs = (
+        (None, planned(sampled, "random_route", unit, "0")),
+        (Replay.full(sampled.result.trace), planned(sampled, "random_route", unit, "1")),
+    )
+    for reference, partial in pairs:
+        a = both_passes(build(engine, checkpoint, recompute), sampled, reference)
+        b = both_passes(build(engine, checkpoint, recompute), sampled, partial)
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_planned_experts_are_executed_and_unplanned_cells_are_native_local(
+    engine: str, unit: str, checkpoint: Path, sampled: Sampled
+) -> None:
+    trainer = build(engine, checkpoint)
+    replay = planned(sampled, "uniform", unit, "1/4")
+    scored = trainer.logprobs(sampled.batch, temperature=1.0, replay=replay, capture=True)
+    assert scored.forced_units == replay.plan.budget
+    executed, record = scored.trace.experts.astype(int), replay.trace.experts.astype(int)
+    there = (record[..., :, None] == executed[..., None, :]).any(-1)
+    keep = replay.plan.planned if unit == "slot" else np.repeat(replay.plan.planned[..., None], 2, -1)
+    assert there[keep].all()
+    # layer 0 sees the native hidden states, so what is not planned there is the router's own choice
+    native = trainer.logprobs(sampled.batch, temperature=1.0, capture=True).trace.experts[:, 0]
+    free = replay.trace.recorded[:, 0] & ~keep[:, 0].any(-1)
+    assert (np.sort(scored.trace.experts[free, 0], -1) == np.sort(native[free], -1)).all()
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_disagree_reaches_most_of_r3_with_a_small_budget(engine: str, checkpoint: Path, sampled: Sampled) -> None:
+    """The oracle of the old pass: replaying the few routes that differ is worth most of replaying all of them."""
+    trainer, mask = build(engine, checkpoint), sampled.batch.response_mask
+    native = trainer.logprobs(sampled.batch, temperature=1.0, capture="margins")
+    assert native.trace.margins is not None
+    assert (native.trace.margins >= 0).all()
+
+    def distance(replay: Replay | None) -> float:
+        value = k3(trainer.logprobs(sampled.batch, temperature=1.0, replay=replay).logprobs, sampled.mu, mask)
+        assert value is not None
+        return value
+
+    none, r3 = distance(None), distance(Replay.full(sampled.result.trace))
+    oracle = distance(planned(sampled, "disagree", "token_layer", "0.1", native.trace))
+    assert r3 < none
+    assert (none - oracle) / (none - r3) > 0.8
+
+
+def test_single_slots_of_a_group_limited_router_are_refused() -> None:
+    from rar_lib.replay import recording
+
+    model = build_family(FAMILIES["deepseek_v3"])
+    tokens = torch.randint(3, 60, (2, 5))
+    with torch.no_grad(), recording(model) as seen:
+        model(input_ids=tokens, use_cache=False)
+    trace = seen.trace()
+    with (
+        pytest.raises(ReplayError, match=r"layers \[1, 2\] choose within groups of experts"),
+        replaying(model, trace, full_plan(trace, "slot")),
+    ):
+        pass
+    with replaying(model, trace, full_plan(trace)), torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
