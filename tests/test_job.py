@@ -380,9 +380,12 @@ def test_runs_train_under_partial_policies(
     first, reference = run.metrics.iloc[0], runs["none"].metrics.iloc[0]
     for side in ("none", "R3"):
         assert first[f"paired/{side}/rollout_old/k3"] == reference[f"paired/{side}/rollout_old/k3"]
-    # a plan changes the old pass exactly where it forces a router: a budget may be spent where nothing would have moved
+    # a budget may be spent where nothing would have moved, but what moves was forced
     forces = first["replay/old/forced_routers_native_local"] > 0
-    assert (first["mismatch/rollout_old/k3"] != first["paired/none/rollout_old/k3"]) == forces
+    if first["mismatch/rollout_old/k3"] != first["paired/none/rollout_old/k3"]:
+        assert forces
+    if policy == "disagree" and arm == "R3":
+        assert forces
 
 
 def test_no_budget_trains_like_none_and_the_whole_like_r3(runs: dict[str, RunResult], tmp_path: Path) -> None:
