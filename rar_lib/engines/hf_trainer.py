@@ -135,5 +135,6 @@ class HFTrainer:
                     for key, value in tensors.items()
                     if key.startswith("optimizer.") and key.split(".", 2)[2] == name
                 }
+                self.optimizer.state.pop(parameter, None)  # a state saved before the first step has no moments
                 if moments:
                     self.optimizer.state[parameter] = moments

@@ -217,6 +217,7 @@ class MegatronTrainer:
             for name, main, moments in self._optimizer_tensors():
                 main.copy_(tensors[f"model.{name}"])
                 parameters[name].copy_(main)
+                moments.clear()  # a state saved before the first step has none
                 for key in ("step", "exp_avg", "exp_avg_sq"):
                     if f"optimizer.{key}.{name}" in tensors:
                         moments[key] = tensors[f"optimizer.{key}.{name}"].clone()

@@ -189,6 +189,19 @@ def test_save_and_load_continue_exactly(trainer: Any, checkpoint: Path, sampled:
     assert all(torch.equal(x, y) for (_, x), (_, y) in zip(one.weights(), two.weights(), strict=True))
 
 
+def test_a_trainer_goes_back_to_a_state_before_its_first_step(
+    trainer: Any, checkpoint: Path, sampled: Sampled, tmp_path: Path
+) -> None:
+    batch, fresh = sampled.batch, build(trainer.name, checkpoint)
+    fresh.save(tmp_path)
+    old = fresh.logprobs(batch, temperature=1.0)
+    norms = []
+    for _ in range(2):
+        norms.append([fresh.update(batch, objective(batch, old.logprobs), temperature=1.0).grad_norm for _ in range(3)])
+        fresh.load(tmp_path)
+    assert norms[0] == norms[1]
+
+
 def test_the_two_trainers_take_the_same_step(checkpoint: Path, sampled: Sampled) -> None:
     batch, results = sampled.batch, []
     for engine in ENGINES:
