@@ -119,9 +119,18 @@ def take_smallest(priority: np.ndarray, keys: np.ndarray, valid: np.ndarray, bud
     return chosen.reshape(priority.shape)
 
 
+def _order(groups: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Order by group, then key: one sort of both packed into 64 bits, and the exact one if two packed values meet."""
+    bits = int(groups.max(initial=0)).bit_length()
+    packed = (groups.astype(U64) << U64(64 - bits)) | (keys >> U64(bits)) if bits else keys
+    order = np.argsort(packed)
+    ordered = packed[order]
+    return np.lexsort((keys, groups)) if (ordered[1:] == ordered[:-1]).any() else order
+
+
 def rank_in_groups(groups: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rank of each unit within its group by key, from 0, and the size of its group; each `[n]` int64."""
-    order = np.lexsort((keys, groups))
+    order = _order(groups, keys)
     ordered = groups[order]
     first = np.r_[True, ordered[1:] != ordered[:-1]] if ordered.size else np.zeros(0, bool)
     starts = np.flatnonzero(first)

@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rar_lib.errors import ConfigError, ReplayError
-from rar_lib.replay.budget import as_fraction, integer_budget, take_smallest, uniform_from, unit_keys
+from rar_lib.replay.budget import (
+    U64,
+    as_fraction,
+    integer_budget,
+    rank_in_groups,
+    take_smallest,
+    uniform_from,
+    unit_keys,
+)
 from rar_lib.replay.plan import ReplayPlan
 from rar_lib.replay.policies import POLICIES, Candidates, get_policy, make_plan, require_policy
 from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
@@ -100,6 +108,20 @@ def test_keys_look_uniform_and_independent() -> None:
     assert abs(u.mean() - 0.5) < 0.01
     assert abs(np.corrcoef(u[:-1].ravel(), u[1:].ravel())[0, 1]) < 0.02
     assert len(np.unique(u)) == u.size
+
+
+def test_ranks_within_groups_by_hand_also_where_packed_keys_meet() -> None:
+    groups = np.array([1, 0, 1, 1, 0])
+    for keys in (
+        np.array([5, 9, 3, 4, 1], U64),
+        np.array([5, 9, 3, 4, 1], U64) << U64(58),
+        np.array([3, 2, 1, 2, 1], U64),
+    ):
+        rank, size = rank_in_groups(groups, keys)
+        assert rank.tolist() == [2, 1, 0, 1, 0]
+        assert size.tolist() == [3, 2, 3, 3, 2]
+    rank, size = rank_in_groups(np.zeros(0, np.int64), np.zeros(0, U64))
+    assert (rank.size, size.size) == (0, 0)
 
 
 def test_names_must_be_one_a_sequence() -> None:
