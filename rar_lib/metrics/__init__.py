@@ -1,1 +1,1 @@
-"""How far two sources disagree: log-probs (`mismatch`) and routes (`agreement`)."""
+"""How far two sources disagree: log-probs (`mismatch`), routes (`agreement`), and what a plan does to them (`replay`)."""

@@ -1,0 +1,77 @@
+"""What a plan does to the routes of a pass: how much it asks for, how much of that binds, and what it gives up.
+
+P = units planned, M = valid recorded units, R = recorded set, N = the router's native set, S = the executed set. "Native" is
+`native_local` where N is the live choice inside the replayed forward, and `native_free` where it comes from a forward without
+any replay; they differ, because replay further up changes the hidden states. The caller's column names say which was given.
+
+Ids are `[..., K]` integers; cells without a record (`known` false) are left out. What cannot be computed is None.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rar_lib.metrics.agreement import overlap
+
+
+def binding_share(planned: np.ndarray, recorded: np.ndarray, native: np.ndarray, known: np.ndarray) -> float | None:
+    """Planned units whose route is not native anyway, over the valid units M. At most the nominal share.
+
+    Args:
+        planned: bool, `[N, L]` (a set binds if it is not the native set) or `[N, L, K]` (an expert binds if the native set
+            lacks it).
+        recorded, native: `[N, L, K]` ids.
+        known: `[N, L]` bool, recorded on both sides.
+    """
+    foreign = ~(recorded[..., :, None] == native[..., None, :]).any(-1)
+    if planned.ndim == 2:
+        binds, valid = planned & foreign.any(-1), known
+    else:
+        binds, valid = planned & foreign, np.repeat(known[..., None], recorded.shape[-1], -1)
+    total = int(valid.sum())
+    return float((binds & valid).sum() / total) if total else None
+
+
+def forced_routers(native: np.ndarray, executed: np.ndarray, known: np.ndarray) -> float | None:
+    """Mean 1[S != N]: routers that executed another set than their own choice. Under full R3: router_flip(R, N)."""
+    if not known.any():
+        return None
+    return float((overlap(native, executed)[known] < native.shape[-1]).mean())
+
+
+def fidelity(recorded: np.ndarray, executed: np.ndarray, known: np.ndarray) -> float | None:
+    """Mean |S ∩ R| / K: 1 under full replay; grows along nested plans at fixed scores."""
+    if not known.any():
+        return None
+    return float((overlap(recorded, executed)[known] / recorded.shape[-1]).mean())
+
+
+def regret(scores: np.ndarray, native: np.ndarray, executed: np.ndarray, known: np.ndarray) -> float | None:
+    """Mean over cells of Σ_N p - Σ_S p, p the softmax of the live selection scores: the router's probability given up.
+
+    >= 0, and 0 where S = N; grows along nested plans at fixed scores.
+
+    Args:
+        scores: `[N, L, E]`, the scores that were ranked, -inf for experts that group limits exclude.
+        native, executed: `[N, L, K]` ids.
+        known: `[N, L]` bool.
+
+    Raises:
+        ValueError: for an executed expert that the group limits exclude; it has no probability to compare.
+    """
+    if not known.any():
+        return None
+    chosen = np.take_along_axis(scores, executed, -1)[known]
+    if np.isneginf(chosen).any():
+        raise ValueError("regret: an executed expert lies outside the groups that the router allows; undefined there")
+    wide = scores.astype(np.float64)
+    p = np.exp(wide - wide.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    given_up = np.take_along_axis(p, native, -1).sum(-1) - np.take_along_axis(p, executed, -1).sum(-1)
+    return float(given_up[known].mean())
+
+
+def efficiency(k3_none: float, k3_plan: float, k3_full: float, noise_floor: float) -> float | None:
+    """(k3_none - k3_plan) / (k3_none - k3_R3): 0 at none, 1 at R3; None where the difference is inside the noise floor."""
+    span = k3_none - k3_full
+    return (k3_none - k3_plan) / span if abs(span) > noise_floor else None
