@@ -91,3 +91,17 @@ def test_a_resumed_run_draws_the_same_tokens(
     assert RouteTrace.load(resumed.path / "traces" / last).equals(RouteTrace.load(whole.path / "traces" / last))
     columns = [c for c in whole.metrics if not str(c).startswith("time/")]
     pd.testing.assert_frame_equal(resumed.metrics[columns], whole.metrics[columns], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("policy", "unit"), [("margin", "token_layer"), ("disagree", "slot"), ("uniform", "slot")])
+def test_the_real_pair_trains_under_partial_plans(
+    policy: str, unit: str, engines: EngineSession, tmp_path: Path
+) -> None:
+    values = config("R3", prompts_per_step=16).resolved()
+    values["router_replay"] |= {"policy": policy, "unit": unit, "budget": "0.25"}
+    run = run_job(JobConfig.build(values), engines, runs_dir=tmp_path, show="none")
+    assert (run.summary["rollout_engine"], run.summary["trainer_engine"]) == ("vllm", "megatron")
+    assert run.metrics["replay/update/nominal"].tolist() == pytest.approx([0.25] * 3, abs=1e-3)
+    if policy == "disagree":  # the oracle of the old pass is worth full R3
+        ratio = run.metrics["mismatch/rollout_old/k3"] / run.metrics["paired/R3/rollout_old/k3"]
+        assert (ratio < 1.25).all()
