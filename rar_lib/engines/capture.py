@@ -26,7 +26,7 @@ class RouteCollector:
     def take(self, rows: torch.Tensor) -> None:
         """The forwards since the last take held these rows of the batch."""
         self._parts.append((rows, self.record.take(len(rows)).cpu()))
-        if hasattr(self.record, "last_margins"):
+        if self.record.last_margins is not None:
             self._margins.append(self.record.last_margins.cpu())
 
     def trace(self, batch: TokenBatch, source: Literal["old", "new"], producer: str, model_id: str) -> RouteTrace:

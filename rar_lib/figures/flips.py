@@ -7,9 +7,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from rar_lib.figures.style import (
-    OKABE_ITO,
     POLICY_COLOUR,
     POLICY_MARKER,
+    corner_note,
     house_style,
     mean_and_band,
     new_figure,
@@ -44,13 +44,5 @@ def flips_by_layer(table: pd.DataFrame) -> Figure:
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, loc="best")
         units = table[["policy", "seed", "step"]].drop_duplicates().groupby("policy").size()
-        axes.annotate(
-            f"n={units.min()} steps, 95 % bootstrap",
-            (1, 1),
-            xycoords="axes fraction",
-            ha="right",
-            va="bottom",
-            fontsize=7,
-            color=OKABE_ITO["grey"],
-        )
+        corner_note(axes, f"n={units.min()} steps, 95 % bootstrap", "right")
     return figure

@@ -13,6 +13,7 @@ from rar_lib.figures.style import (
     PAGE_WIDTH,
     POLICY_COLOUR,
     POLICY_MARKER,
+    corner_note,
     house_style,
     lines_by_policy,
     new_figure,
@@ -43,11 +44,11 @@ def mismatch_by_step(table: pd.DataFrame, noise_floor: float | None, ratios: pd.
 
 def _draw_floor(axes: Any, noise_floor: float | None, smallest: float) -> None:
     if noise_floor is None:
-        _note(axes, "noise floor not measured")
+        corner_note(axes, "noise floor not measured", "left")
     elif noise_floor == 0:
-        _note(axes, "noise floor 0 (bit-equal)")
+        corner_note(axes, "noise floor 0 (bit-equal)", "left")
     elif noise_floor < smallest / 100:  # drawing it would flatten everything else
-        _note(axes, f"noise floor {noise_floor:.0e}, far below")
+        corner_note(axes, f"noise floor {noise_floor:.0e}, far below", "left")
     else:
         axes.axhline(noise_floor, color=OKABE_ITO["grey"], linestyle="--", linewidth=1)
         axes.annotate(
@@ -77,16 +78,4 @@ def _draw_ratios(axes: Any, ratios: pd.DataFrame) -> None:
     )
     axes.set_xlim(0, max(1.15, float(ratios["high"].max()) * 1.05))
     axes.set_ylim(len(ratios) - 0.5, -0.5)
-    axes.annotate(
-        "95 %, clustered by prompt",
-        (1, 1),
-        xycoords="axes fraction",
-        ha="right",
-        va="bottom",
-        fontsize=7,
-        color=OKABE_ITO["grey"],
-    )
-
-
-def _note(axes: Any, text: str) -> None:
-    axes.annotate(text, (0, 1), xycoords="axes fraction", ha="left", va="bottom", fontsize=7, color=OKABE_ITO["grey"])
+    corner_note(axes, "95 %, clustered by prompt", "right")

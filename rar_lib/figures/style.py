@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -125,7 +125,13 @@ def lines_by_policy(axes: Any, table: pd.DataFrame) -> int:
 def seeds_note(axes: Any, seeds: int) -> None:
     """Say what the band is, or that there is none."""
     text = "n=1 seed" if seeds == 1 else f"n={seeds} seeds, 95 % bootstrap"
-    axes.annotate(text, (1, 1), xycoords="axes fraction", ha="right", va="bottom", fontsize=7, color=OKABE_ITO["grey"])
+    corner_note(axes, text, "right")
+
+
+def corner_note(axes: Any, text: str, side: Literal["left", "right"]) -> None:
+    """A small grey remark above a corner of the axes."""
+    place = (1 if side == "right" else 0, 1)
+    axes.annotate(text, place, xycoords="axes fraction", ha=side, va="bottom", fontsize=7, color=OKABE_ITO["grey"])
 
 
 def save_figure(figure: Figure, stem: str | Path, table: pd.DataFrame) -> list[Path]:

@@ -45,6 +45,7 @@ class Recording:
 
     def __init__(self, model: torch.nn.Module, margins: bool = False) -> None:
         self.header = describe_routers(model)
+        self.last_margins: torch.Tensor | None = None
         self._margins: dict[int, list[torch.Tensor]] | None = (
             {i: [] for i in self.header.moe_layers} if margins else None
         )
@@ -95,7 +96,9 @@ class Recording:
         pieces = []
         for first, end in zip(starts, [*starts[1:], len(self._inputs)], strict=True):
             seen = self._inputs[first:end]
-            pieces.append(_pack(header, self._stacked(self._ids, len(seen[0][0]), first, end).cpu(), seen))
+            n = len(seen[0][0])
+            margins = None if self._margins is None else self._stacked(self._margins, n, first, end)[..., 0].cpu()
+            pieces.append(_pack(header, self._stacked(self._ids, n, first, end).cpu(), seen, margins))
         self._forget()
         return RouteTrace.concatenate(pieces)
 
@@ -117,9 +120,12 @@ class Recording:
 
 
 def _pack(
-    header: TraceHeader, ids: torch.Tensor, seen: list[tuple[torch.Tensor, torch.Tensor | None, bool]]
+    header: TraceHeader,
+    ids: torch.Tensor,
+    seen: list[tuple[torch.Tensor, torch.Tensor | None, bool]],
+    margins: torch.Tensor | None,
 ) -> RouteTrace:
-    """Drop the padding of `ids [S, T, L, K]` as the last attention mask says, and keep the token ids."""
+    """Drop the padding of `ids [S, T, L, K]` as the last attention mask says; keep the token ids, and margins if any."""
     tokens = torch.cat([part for part, _, _ in seen], 1).cpu()
     mask = seen[-1][1]
     keep = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool().cpu()
@@ -131,7 +137,10 @@ def _pack(
     ends = np.cumsum(lengths) - 1
     status = np.full(int(lengths.sum()), Status.RECORDED, dtype=np.uint8)
     status[ends[lengths > 0]] = Status.LAST
-    return RouteTrace.from_packed(header, ids[keep].numpy(), lengths, status, token_ids=tokens[keep].numpy())
+    optional = {} if margins is None else {"margins": margins[keep].float().numpy()}
+    return RouteTrace.from_packed(
+        header, ids[keep].numpy(), lengths, status, token_ids=tokens[keep].numpy(), **optional
+    )
 
 
 def margin(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -151,7 +160,7 @@ def recording(model: torch.nn.Module, *, margins: bool = False) -> Iterator[Reco
 
     Args:
         model: a Transformers MoE, or a Megatron model built by this library.
-        margins: keep the margins of the live scores too; `take` leaves them in `last_margins` `[S, T, L]`.
+        margins: keep the margins of the live scores too: in the trace, and after `take` in `last_margins` `[S, T, L]`.
     """
     record = Recording(model, margins)
     handle = model.register_forward_pre_hook(record._saw_inputs, with_kwargs=True)

@@ -59,6 +59,22 @@ def test_recording_changes_no_bit(model: Any, tokens: torch.Tensor) -> None:
     assert trace.coverage() == {"recorded": 1.0, "missing": 0.0}
 
 
+def test_margins_are_kept_in_the_trace(model: Any, tokens: torch.Tensor) -> None:
+    native, plain = logits(model, tokens), record(model, tokens)
+    with recording(model, margins=True) as seen:
+        assert torch.equal(native, logits(model, tokens))
+    trace = seen.trace()
+    assert trace.equals(replace(plain, margins=trace.margins))
+    assert trace.margins is not None
+    assert trace.margins.shape == (21, 4)
+    seen_scores: list[torch.Tensor] = []
+    handle = model.model.layers[0].mlp.gate.register_forward_hook(lambda _, args, out: seen_scores.append(out[0]))
+    logits(model, tokens)
+    handle.remove()
+    top = seen_scores[0].softmax(-1).topk(3).values
+    assert np.allclose(trace.margins[:, 0], (top[:, 1] - top[:, 2]).numpy(), atol=1e-7)
+
+
 def test_own_replay_changes_no_bit(model: Any, tokens: torch.Tensor) -> None:
     trace, native = record(model, tokens), logits(model, tokens)
     with replaying(model, trace) as replay:
