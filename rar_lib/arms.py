@@ -138,7 +138,7 @@ def _row(
     return {
         "arm": arm.name, "policy": arm.policy, "unit": arm.unit, "budget": arm.budget, "seed": arm.seed, "pass": when,
         "planned": 0 if plan is None else plan.budget, "nominal": 0.0 if plan is None else plan.nominal,
-        "forced": result.changed_cells / cells if cells else 0.0,
+        "forced": result.counts.changed_cells / cells if cells else 0.0,
         **{name: values[name] for name in ("k3", f"extreme_fraction_tau{TAU:g}", "ratio_max")},
     }  # fmt: skip
 

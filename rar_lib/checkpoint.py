@@ -20,7 +20,7 @@ import torch
 
 from rar_lib.config import TaskConfig
 from rar_lib.errors import ConfigError
-from rar_lib.replay.contexts import describe_routers
+from rar_lib.replay.record import describe_routers
 from rar_lib.seeding import derive_seed
 from rar_lib.tasks import Problem, Task
 from rar_lib.traces.trace import TraceHeader

@@ -127,12 +127,12 @@ def replay_row(
     `native_local`, the live choice inside the replayed forward.
     """
     coverage = sample.trace.coverage()
-    forced, changed = (sum(getattr(u, name) for _, u in updates) for name in ("forced_units", "changed_cells"))
+    forced, changed = (sum(getattr(u.counts, name) for _, u in updates) for name in ("forced_units", "changed_cells"))
     return {
         "replay/coverage": coverage["recorded"],
         "replay/missing": coverage["missing"],
-        "replay/old/nominal": _nominal(old.forced_units, old_replay),
-        "replay/old/forced_routers_native_local": _share(old.changed_cells, old_replay),
+        "replay/old/nominal": _nominal(old.counts.forced_units, old_replay),
+        "replay/old/forced_routers_native_local": _share(old.counts.changed_cells, old_replay),
         "replay/update/nominal": _nominal(forced, update_replay),
         "replay/update/forced_routers_native_local": _share(changed, update_replay),
     }

@@ -184,7 +184,7 @@ def test_missing_routes_are_counted_and_stay_native(trainer: HFTrainer, sampled:
     gap = RouteTrace.from_packed(trace.header, trace.ids(), trace.lengths, status, token_ids=trace.token_ids)
     assert 0 < gap.coverage()["missing"] < 1e-3
     scored = trainer.logprobs(sampled.batch, temperature=1.0, replay=Replay.full(gap))
-    assert scored.forced_units == int(trace.recorded.sum()) - 1
+    assert scored.counts.forced_units == int(trace.recorded.sum()) - 1
 
 
 # ------------------------------------------------------------------ run folder

@@ -16,10 +16,14 @@ import numpy as np
 import torch
 
 from rar_lib.config import SamplingConfig
+from rar_lib.replay.counts import PassCounts
 from rar_lib.replay.plan import ReplayPlan, full_plan
+from rar_lib.replay.scores import RouteSignals, SignalRequest
 from rar_lib.traces.trace import RouteTrace
 
-Capture = bool | Literal["margins"]  # of a scoring pass: nothing, the executed routes, or these with their margins
+# what a scoring pass keeps: nothing, the executed routes, these with their margins, or with margins and all ranked scores
+Capture = bool | Literal["margins", "scores"]
+NOTHING_FORCED = PassCounts()
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -173,14 +177,14 @@ class LogprobResult:
     Attributes:
         logprobs: `[S, T]` float32 in nats, 0 outside the response.
         trace: the executed routes, if capture was asked for.
-        forced_units, changed_cells: units of the plan that were given to routers, and (token, layer) cells whose executed
-            set differs from the live choice.
+        counts: what replay forced.
+        signals: back-propagated signals of the same forward, if they were asked for.
     """
 
     logprobs: torch.Tensor
     trace: RouteTrace | None
-    forced_units: int = 0
-    changed_cells: int = 0
+    counts: PassCounts = NOTHING_FORCED
+    signals: RouteSignals | None = None
 
 
 # (logprobs [n, T], rows [n] of the batch) -> (loss of each token [n, T], statistics summed over tokens)
@@ -196,15 +200,14 @@ class UpdateResult:
         grad_norm: global L2 norm before clipping.
         logprobs: `[S, T]` float32, the log-probs of the forward that gave the gradient (`new`, before the step).
         statistics: sums over tokens that the objective reported.
-        forced_units, changed_cells: as in LogprobResult.
+        counts: what replay forced, backward included.
     """
 
     loss: float
     grad_norm: float
     logprobs: torch.Tensor
     statistics: dict[str, float]
-    forced_units: int = 0
-    changed_cells: int = 0
+    counts: PassCounts = NOTHING_FORCED
 
 
 class Trainer(Protocol):
@@ -220,13 +223,31 @@ class Trainer(Protocol):
         replay: Replay | None = None,
         capture: Capture = False,
         micro_batch_size: int | None = None,
+        signals: SignalRequest | None = None,
+        measure: bool = False,
     ) -> LogprobResult:
-        """Score the responses at the present weights, without gradient; `capture` returns the executed routes."""
+        """Score the responses at the present weights; nothing is learned.
+
+        Args:
+            batch: the tokens.
+            temperature: divides the logits.
+            replay: routes to force.
+            capture: return the executed routes, and what else of the routers.
+            micro_batch_size: instead of the trainer's own.
+            signals: back-propagate the log-likelihood of each sequence to the routers too; needs `capture`.
+            measure: count fidelity and regret of the replay.
+        """
 
     def update(
-        self, batch: TokenBatch, objective: Objective, *, temperature: float, replay: Replay | None = None
+        self,
+        batch: TokenBatch,
+        objective: Objective,
+        *,
+        temperature: float,
+        replay: Replay | None = None,
+        measure: bool = False,
     ) -> UpdateResult:
-        """One optimizer step on the token mean of the objective over the batch."""
+        """One optimizer step on the token mean of the objective over the batch; `measure` counts router gradients too."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Present weights in Hugging Face names, one tensor an expert, detached."""

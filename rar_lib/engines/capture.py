@@ -10,8 +10,12 @@ import numpy as np
 import torch
 
 from rar_lib.engines.base import Capture, Replay, TokenBatch
-from rar_lib.errors import ReplayError
-from rar_lib.replay.contexts import Recording, Replaying, recording, replaying
+from rar_lib.errors import EngineError, ReplayError
+from rar_lib.replay.contexts import recording, replaying
+from rar_lib.replay.counts import PassCounts
+from rar_lib.replay.force import Replaying
+from rar_lib.replay.record import Recording
+from rar_lib.replay.scores import SignalRequest
 from rar_lib.traces.trace import RouteTrace, Status
 
 
@@ -21,13 +25,12 @@ class RouteCollector:
     def __init__(self, record: Recording) -> None:
         self.record = record
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._margins: list[torch.Tensor] = []
+        self._beside: list[dict[str, torch.Tensor]] = []
 
     def take(self, rows: torch.Tensor) -> None:
         """The forwards since the last take held these rows of the batch."""
         self._parts.append((rows, self.record.take(len(rows)).cpu()))
-        if self.record.last_margins is not None:
-            self._margins.append(self.record.last_margins.cpu())
+        self._beside.append({name: values.cpu() for name, values in self.record.last.items()})
 
     def trace(self, batch: TokenBatch, source: Literal["old", "new"], producer: str, model_id: str) -> RouteTrace:
         """The trace of the whole batch; the last token of a sequence is `LAST`, since nothing is predicted from it."""
@@ -37,11 +40,11 @@ class RouteCollector:
             ids[rows] = part[:, : ids.shape[1]]
         inside = batch.token_mask
         optional = {}
-        if self._margins:
-            margins = torch.zeros(ids.shape[:3])
-            for (rows, _), part in zip(self._parts, self._margins, strict=True):
-                margins[rows] = part[:, : ids.shape[1]].float()
-            optional["margins"] = margins[inside].numpy()
+        for name, seen in self._beside[0].items():
+            values = torch.zeros(*ids.shape[:3], *seen.shape[3:])
+            for (rows, _), part in zip(self._parts, self._beside, strict=True):
+                values[rows] = part[name][:, : ids.shape[1]].float()
+            optional[name] = values[inside].numpy()
         position = torch.arange(ids.shape[1])[None, :]
         status = torch.where(position == batch.lengths[:, None] - 1, Status.LAST.value, Status.RECORDED.value)
         header = self.record.header.model_copy(update={"source": source, "producer": producer, "model_id": model_id})
@@ -57,19 +60,31 @@ class RouteCollector:
 
 @contextlib.contextmanager
 def open_routes(
-    model: Any, batch: TokenBatch, replay: Replay | None, capture: Capture
+    model: Any, batch: TokenBatch, replay: Replay | None, capture: Capture, measure: bool = False
 ) -> Iterator[tuple[Replaying | None, RouteCollector | None]]:
     """Open replaying, and inside it recording of what is executed, as asked for."""
     if replay is not None and replay.trace.num_sequences != len(batch):
         raise ReplayError(f"the batch has {len(batch)} sequences, the trace to replay {replay.trace.num_sequences}")
     with contextlib.ExitStack() as stack:
-        forced = stack.enter_context(replaying(model, replay.trace, replay.plan)) if replay is not None else None
-        collector = (
-            RouteCollector(stack.enter_context(recording(model, margins=capture == "margins"))) if capture else None
-        )
+        forced = collector = None
+        if replay is not None:
+            forced = stack.enter_context(replaying(model, replay.trace, replay.plan, measure=measure))
+        if capture:
+            beside = {"margins": capture in ("margins", "scores"), "scores": capture == "scores"}
+            collector = RouteCollector(stack.enter_context(recording(model, **beside)))
         yield forced, collector
 
 
-def route_counts(forced: Replaying | None) -> tuple[int, int]:
-    """(forced cells, changed cells) of a pass; zeros without replay."""
-    return (0, 0) if forced is None else (forced.forced_units, forced.changed_cells)
+def route_counts(forced: Replaying | None) -> PassCounts:
+    """What a pass forced; zeros without replay."""
+    return PassCounts() if forced is None else forced.counts()
+
+
+def require_capture(signals: SignalRequest | None, capture: Capture) -> None:
+    """Signals are packed like a trace, so the routes must be kept too.
+
+    Raises:
+        EngineError: if they are not.
+    """
+    if signals is not None and not capture:
+        raise EngineError("logprobs: signals need capture of the routes that they belong to; found capture False")

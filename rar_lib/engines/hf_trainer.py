@@ -17,10 +17,14 @@ from safetensors.torch import load_file, save_file
 from rar_lib.checkpoint import load_model
 from rar_lib.config import AlgorithmConfig, TrainerConfig
 from rar_lib.engines.base import Capture, LogprobResult, Objective, Replay, TokenBatch, UpdateResult
-from rar_lib.engines.capture import open_routes, route_counts
+from rar_lib.engines.capture import open_routes, require_capture, route_counts
+from rar_lib.engines.hf_experts import HFBlock
 from rar_lib.engines.hf_weights import hf_names
 from rar_lib.engines.logits import response_logprobs
+from rar_lib.engines.taps import open_taps
 from rar_lib.errors import EngineError
+from rar_lib.replay.points import find_points
+from rar_lib.replay.scores import SignalRequest
 
 
 class HFTrainer:
@@ -53,6 +57,9 @@ class HFTrainer:
                 )
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()  # Transformers recomputes in training mode only
+        found = find_points(self.model)
+        self._points = found.points
+        self._blocks = [HFBlock(experts) for experts in getattr(found, "experts", [])]
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=algorithm.lr, weight_decay=algorithm.weight_decay
         )
@@ -71,23 +78,39 @@ class HFTrainer:
         replay: Replay | None = None,
         capture: Capture = False,
         micro_batch_size: int | None = None,
+        signals: SignalRequest | None = None,
+        measure: bool = False,
     ) -> LogprobResult:
         """See `Trainer.logprobs`."""
+        require_capture(signals, capture)
         out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         mask = batch.response_mask
-        with torch.no_grad(), open_routes(self.model, batch, replay, capture) as (forced, collector):
+        with (
+            torch.set_grad_enabled(signals is not None),
+            open_routes(self.model, batch, replay, capture, measure) as (forced, collector),
+            open_taps(self.model, self._points, self._blocks, batch, signals, temperature) as taps,
+        ):
             for rows in batch.micro_batches(micro_batch_size or self.config.micro_batch_size):
                 if forced is not None:
                     forced.focus(rows)
                 logits = self._logits(batch.tokens[rows])
-                out[rows] = response_logprobs(logits, batch.tokens[rows], mask[rows], temperature).float()
+                logp = response_logprobs(logits, batch.tokens[rows], mask[rows], temperature)
+                out[rows] = logp.detach().float()
+                if taps is not None:
+                    taps.take(rows, logits, logp)
                 if collector is not None:
                     collector.take(rows)
         trace = collector.trace(batch, "old", self.name, self.model_id) if collector is not None else None
-        return LogprobResult(out, trace, *route_counts(forced))
+        return LogprobResult(out, trace, route_counts(forced), None if taps is None else taps.signals())
 
     def update(
-        self, batch: TokenBatch, objective: Objective, *, temperature: float, replay: Replay | None = None
+        self,
+        batch: TokenBatch,
+        objective: Objective,
+        *,
+        temperature: float,
+        replay: Replay | None = None,
+        measure: bool = False,
     ) -> UpdateResult:
         """See `Trainer.update`."""
         mask = batch.response_mask
@@ -95,7 +118,7 @@ class HFTrainer:
         out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         loss, statistics = 0.0, dict[str, float]()
         self.optimizer.zero_grad()
-        with open_routes(self.model, batch, replay, capture=False) as (forced, _):
+        with open_routes(self.model, batch, replay, capture=False, measure=measure) as (forced, _):
             for rows in batch.micro_batches(self.config.micro_batch_size):
                 if forced is not None:
                     forced.focus(rows)
@@ -110,7 +133,7 @@ class HFTrainer:
         if not torch.isfinite(norm):
             raise EngineError(f"gradient norm is {float(norm)} at a loss of {loss}: the update was not taken")
         self.optimizer.step()
-        return UpdateResult(loss, float(norm), out, statistics, *route_counts(forced))
+        return UpdateResult(loss, float(norm), out, statistics, route_counts(forced))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Trainer.weights`."""

@@ -60,7 +60,20 @@ def point_router() -> type:
             # Megatron's own asks for Transformer Engine's GEMM; the router dtype is kept as it keeps it.
             dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
             bias = None if self.bias is None else self.bias.to(dtype)
-            return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
+            logits = torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
+            if self.router_replay.taps:
+                self._logits = logits
+            return logits
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            probs, routing_map = super().forward(*args, **kwargs)
+            point = self.router_replay
+            if point.watched:
+                point.executed(routing_map)
+            if point.taps:
+                point.picked(self._logits)
+                self._logits = None  # it holds the graph
+            return probs, routing_map
 
         def set_layer_number(self, layer_number: int) -> None:
             super().set_layer_number(layer_number)

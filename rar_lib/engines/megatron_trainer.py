@@ -8,8 +8,10 @@ batch (`calculate_per_token_loss`). Not run on a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,15 @@ from safetensors.torch import load_file, save_file
 
 from rar_lib.config import AlgorithmConfig, TrainerConfig
 from rar_lib.engines.base import Capture, LogprobResult, Objective, Replay, TokenBatch, UpdateResult
-from rar_lib.engines.capture import open_routes, route_counts
+from rar_lib.engines.capture import open_routes, require_capture, route_counts
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.megatron_cpu import import_megatron, start_parallel_state, without_cuda
+from rar_lib.engines.megatron_experts import MegatronBlock
 from rar_lib.engines.megatron_model import build_model, hf_weights
+from rar_lib.engines.taps import open_taps
 from rar_lib.errors import EngineError
+from rar_lib.replay.points import find_points
+from rar_lib.replay.scores import SignalRequest
 
 
 class MegatronTrainer:
@@ -87,6 +93,8 @@ class MegatronTrainer:
                 config_overrides={},  # weight decay on every parameter, as the hf trainer does
             )
         self.model.config.grad_scale_func = None
+        self._points = find_points(self.model).points
+        self._blocks = [MegatronBlock(layer.mlp) for layer in self.model.decoder.layers]
 
     # ---------------------------------------------------------------- passes
 
@@ -127,24 +135,53 @@ class MegatronTrainer:
         replay: Replay | None = None,
         capture: Capture = False,
         micro_batch_size: int | None = None,
+        signals: SignalRequest | None = None,
+        measure: bool = False,
     ) -> LogprobResult:
         """See `Trainer.logprobs`."""
+        require_capture(signals, capture)
         out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         mask = batch.response_mask
-        with torch.no_grad(), without_cuda(), open_routes(self.model, batch, replay, capture) as (forced, collector):
+        with (
+            torch.set_grad_enabled(signals is not None),
+            without_cuda(),
+            self._without_recompute(signals is not None),
+            open_routes(self.model, batch, replay, capture, measure) as (forced, collector),
+            open_taps(self.model, self._points, self._blocks, batch, signals, temperature) as taps,
+        ):
 
             def after(rows: torch.Tensor, logits: torch.Tensor) -> Any:
-                out[rows] = response_logprobs(logits, batch.tokens[rows], mask[rows], temperature).float()
+                logp = response_logprobs(logits, batch.tokens[rows], mask[rows], temperature)
+                out[rows] = logp.detach().float()
+                if taps is not None:
+                    taps.take(rows, logits, logp)
                 if collector is not None:
                     collector.take(rows)
                 return out.new_zeros(()), torch.zeros((), dtype=torch.int), {}
 
             self._run(batch, micro_batch_size or self.config.micro_batch_size, forced, after, forward_only=True)
         trace = collector.trace(batch, "old", self.name, self.model_id) if collector is not None else None
-        return LogprobResult(out, trace, *route_counts(forced))
+        return LogprobResult(out, trace, route_counts(forced), None if taps is None else taps.signals())
+
+    @contextlib.contextmanager
+    def _without_recompute(self, needed: bool) -> Iterator[None]:
+        """Megatron recomputes in a backward of its own, where no outer graph reaches the routers; numbers are the same."""
+        before = self.model.config.recompute_granularity
+        if needed:
+            self.model.config.recompute_granularity = None
+        try:
+            yield
+        finally:
+            self.model.config.recompute_granularity = before
 
     def gradients(
-        self, batch: TokenBatch, objective: Objective, *, temperature: float, replay: Replay | None = None
+        self,
+        batch: TokenBatch,
+        objective: Objective,
+        *,
+        temperature: float,
+        replay: Replay | None = None,
+        measure: bool = False,
     ) -> UpdateResult:
         """The gradient of the token mean, left in the parameters (`main_grad`); grad_norm is NaN. See `update`."""
         mask = batch.response_mask
@@ -165,24 +202,28 @@ class MegatronTrainer:
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with without_cuda(), open_routes(self.model, batch, replay, capture=False) as (forced, _):
+        with without_cuda(), open_routes(self.model, batch, replay, False, measure) as (forced, _):
             self._run(batch, self.config.micro_batch_size, forced, after, forward_only=False)
-        return UpdateResult(total / int(mask.sum()), float("nan"), out, statistics, *route_counts(forced))
+        return UpdateResult(total / int(mask.sum()), float("nan"), out, statistics, route_counts(forced))
 
     def update(
-        self, batch: TokenBatch, objective: Objective, *, temperature: float, replay: Replay | None = None
+        self,
+        batch: TokenBatch,
+        objective: Objective,
+        *,
+        temperature: float,
+        replay: Replay | None = None,
+        measure: bool = False,
     ) -> UpdateResult:
         """See `Trainer.update`."""
-        result = self.gradients(batch, objective, temperature=temperature, replay=replay)
+        result = self.gradients(batch, objective, temperature=temperature, replay=replay, measure=measure)
         with without_cuda():
             self.optimizer.prepare_grads()
             norm = self.optimizer.get_grad_norm()
             if not math.isfinite(norm):  # Megatron's own step would write it into the weights
                 raise EngineError(f"gradient norm is {norm} at a loss of {result.loss}: the update was not taken")
             self.optimizer.step()
-        return UpdateResult(
-            result.loss, float(norm), result.logprobs, result.statistics, result.forced_units, result.changed_cells
-        )
+        return replace(result, grad_norm=float(norm))
 
     # ---------------------------------------------------------------- weights and state
 

@@ -26,6 +26,7 @@ from rar_lib.traces.layers import moe_layer_numbers
 
 ROUTER_CLASS = re.compile(r"(TopKRouter|TopkRouter)$")
 OTHER_ROUTER = re.compile(r"(Router|Gating|MoeGate|MoEGate|MoEV1Gate)$")
+_LINEAR = torch.nn.functional.linear
 LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 RowOrder = Literal["batch", "sequence"]
 
@@ -35,6 +36,13 @@ class Selector(Protocol):
 
     def __call__(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Given ranked scores `[rows, E]` and picked ids `[rows, K]`, return the ids `[rows, K]` to use."""
+
+
+class Tap(Protocol):
+    """Something that sees the logits of a router and the experts that were picked from them."""
+
+    def __call__(self, point: SelectionPoint, logits: torch.Tensor, ids: torch.Tensor) -> None:
+        """Given `logits [..., E]`, a node of the graph, and the ids `[rows, K]` in use."""
 
 
 class SelectionPoint:
@@ -62,8 +70,11 @@ class SelectionPoint:
         )
         self.groups = groups
         self.selectors: list[Selector] = []
+        self.taps: list[Tap] = []
+        self.watched = 0  # open contexts that compare what the experts got with what was picked
         self.forwards = 0  # since the last `begin`
         self._used: torch.Tensor | None = None
+        self._compared, self._differing = 0, torch.zeros((), dtype=torch.int64)
 
     def begin(self) -> None:
         """Forget the forward before: a new micro-batch starts."""
@@ -89,6 +100,43 @@ class SelectionPoint:
         self.forwards += 1
         self._used = ids
         return ids
+
+    def unflatten(self, rows: torch.Tensor, num_sequences: int) -> torch.Tensor:
+        """Rows `[S * T, ...]` of a forward as `[S, T, ...]`."""
+        steps, rest = divmod(len(rows), num_sequences)
+        if rest:
+            raise ReplayError(f"layer {self.layer}: {len(rows)} rows do not divide by {num_sequences} sequences")
+        if self.row_order == "batch":
+            return rows.reshape(num_sequences, steps, *rows.shape[1:])
+        return rows.reshape(steps, num_sequences, *rows.shape[1:]).transpose(0, 1)
+
+    def flatten(self, padded: torch.Tensor) -> torch.Tensor:
+        """`[S, T, ...]` as the rows `[S * T, ...]` of a forward."""
+        ordered = padded if self.row_order == "batch" else padded.transpose(0, 1)
+        return ordered.reshape(-1, *padded.shape[2:])
+
+    def picked(self, logits: torch.Tensor) -> None:
+        """The router is done: its logits `[..., E]` go to the taps, in a forward and in its recompute."""
+        if self._used is not None:
+            for tap in self.taps:
+                tap(self, logits, self._used)
+
+    def executed(self, ids: torch.Tensor) -> None:
+        """The experts were called with `ids [rows, K]`, or with a map `[rows, E]` of booleans: compare with the pick."""
+        if self._used is None:
+            return
+        if ids.dtype == torch.bool:
+            same = ids.gather(1, self._used).all(-1) & (ids.sum(-1) == self.top_k)
+        else:
+            same = (ids == self._used).all(-1)
+        self._compared += len(same)
+        self._differing = self._differing.to(same.device) + (~same).sum()
+
+    def take_executed(self) -> tuple[int, int]:
+        """(rows compared, rows on which the experts got other ids than were picked) since the last call."""
+        counts = self._compared, int(self._differing)
+        self._compared, self._differing = 0, torch.zeros((), dtype=torch.int64)
+        return counts
 
     def get_replay_topk(
         self,
@@ -122,12 +170,16 @@ class _InterceptTopK(TorchFunctionMode):
     def __init__(self, point: SelectionPoint) -> None:
         super().__init__()
         self.point, self.calls = point, 0
+        self.logits: torch.Tensor | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is not torch.topk and func is not torch.Tensor.topk:  # the fast path: a router calls a dozen others
-            return func(*args, **kwargs) if kwargs else func(*args)
+            plain = func(*args, **kwargs) if kwargs else func(*args)
+            if func is _LINEAR and self.point.taps and plain.shape[-1] == self.point.num_experts:
+                self.logits = plain
+            return plain
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
@@ -148,6 +200,7 @@ class _TransformersPoints:
     def __init__(self, model: torch.nn.Module) -> None:
         self.points: list[SelectionPoint] = []
         self.routers: list[torch.nn.Module] = []
+        self.experts: list[torch.nn.Module] = []
         self._open = 0
         self._before: list[Any] = []
         others = []
@@ -164,6 +217,7 @@ class _TransformersPoints:
                 raise ReplayError(f"router {name} ({kind}): its layer number, num_experts or top_k is not known")
             self.points.append(SelectionPoint(int(number.group(1)), experts, k, "batch", kind, groups))
             self.routers.append(module)
+            self.experts.append(_experts_beside(model, name, kind))
         if not self.points:
             raise ReplayError(
                 f"{type(model).__name__}: no router found whose top-k can be replayed; expected modules named *TopKRouter"
@@ -195,12 +249,42 @@ class _TransformersPoints:
                 else:  # somebody had wrapped it already
                     router.forward = before
 
+    def watch(self) -> Callable[[], None]:
+        handles = [
+            experts.register_forward_pre_hook(_tells(point))
+            for point, experts in zip(self.points, self.experts, strict=True)
+        ]
+
+        def stop() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return stop
+
+
+def _experts_beside(model: torch.nn.Module, router: str, kind: str) -> torch.nn.Module:
+    """The experts that a Transformers router serves: called as (hidden states, ids, weights) in every family."""
+    parent, _, _ = router.rpartition(".")
+    experts = getattr(model.get_submodule(parent), "experts", None)
+    if not isinstance(experts, torch.nn.Module):
+        raise ReplayError(f"router {router} ({kind}): expected the experts beside it as {parent}.experts, found none")
+    return experts
+
+
+def _tells(point: SelectionPoint) -> Callable[..., None]:
+    """A hook before the experts: their second argument is what is executed."""
+
+    def before(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        point.executed(args[1])
+
+    return before
+
 
 def _wrapped(point: SelectionPoint, forward: Callable[..., Any]) -> Callable[..., Any]:
     mode = _InterceptTopK(point)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        mode.calls = 0
+        mode.calls, mode.logits = 0, None
         with mode:
             out = forward(*args, **kwargs)
         if mode.calls != 1:
@@ -208,6 +292,11 @@ def _wrapped(point: SelectionPoint, forward: Callable[..., Any]) -> Callable[...
                 f"layer {point.layer}: {point.owner} made {mode.calls} picks of {point.top_k} of {point.num_experts} in "
                 "one forward, expected exactly one; replay at the selection does not support it"
             )
+        if point.taps:
+            if mode.logits is None:
+                raise ReplayError(f"layer {point.layer}: {point.owner} computes its logits in a way that is not known")
+            point.picked(mode.logits)
+            mode.logits = None  # it holds the graph
         return out
 
     return call
@@ -224,6 +313,17 @@ class _NativePoints:
 
     def detach(self) -> None:
         """See attach."""
+
+    def watch(self) -> Callable[[], None]:
+        """The routers tell their point what is executed while it is watched."""
+        for point in self.points:
+            point.watched += 1
+
+        def stop() -> None:
+            for point in self.points:
+                point.watched -= 1
+
+        return stop
 
 
 _KNOWN: weakref.WeakKeyDictionary[torch.nn.Module, _TransformersPoints | _NativePoints] = weakref.WeakKeyDictionary()
@@ -259,3 +359,33 @@ def selecting(model: torch.nn.Module, selectors: Sequence[Selector]) -> Iterator
             if not point.selectors:
                 point.begin()
         found.detach()
+
+
+@contextmanager
+def watching(model: torch.nn.Module) -> Iterator[list[SelectionPoint]]:
+    """Compare what the experts of each layer are called with with what was picked, recompute included.
+
+    The comparison sits at the experts and not at the pick, so that whatever a model does between the two is seen; read it
+    with SelectionPoint.take_executed.
+    """
+    found = find_points(model)
+    for point in found.points:
+        point.take_executed()
+    stop = found.watch()
+    try:
+        yield found.points
+    finally:
+        stop()
+
+
+@contextmanager
+def tapping(model: torch.nn.Module, tap: Tap) -> Iterator[list[SelectionPoint]]:
+    """Show a tap the logits and picked experts of every router, inside a context that selects (recording or replaying)."""
+    points = find_points(model).points
+    for point in points:
+        point.taps.append(tap)
+    try:
+        yield points
+    finally:
+        for point in points:
+            point.taps.remove(tap)

@@ -47,3 +47,31 @@ def _fill(recorded: torch.Tensor, keep: torch.Tensor, scores: torch.Tensor, nati
     fills = ordered.gather(1, (~free).to(torch.int8).argsort(dim=-1, stable=True))  # free ones first, best first
     slot = ((~keep).cumsum(-1) - 1).clamp_min(0)  # the how-manieth open slot this is
     return torch.where(keep, recorded, fills.gather(1, slot))
+
+
+def resolve_biased(
+    recorded: torch.Tensor, planned: torch.Tensor, scores: torch.Tensor, native: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Ids to execute in unit bias: the top-K of scores + λ_e 1[e in R].
+
+    Args:
+        recorded, planned, scores, native: as for `resolve`, unit token_layer: rows that are not planned stay native.
+        bias: `[E]` λ >= 0 of this layer, in units of the ranked scores; 0 is native, infinity is R3.
+
+    Returns:
+        `[rows, K]` int64. Where the set is the native one, `native` itself; else where it is the recorded one, `recorded`
+        itself. Ties go to the native expert, so that a pair is swapped only if its score gap is below λ.
+    """
+    wide = scores.detach()
+    offered = (planned & (recorded[:, 0] >= 0))[:, None]
+    held = recorded.clamp_min(0)
+    mine = (native[:, :, None] == held[:, None, :]) & offered[..., None]  # [rows, native slot, recorded slot]
+    kept, foreign = mine.any(-1), offered & ~mine.any(1)
+    own = wide.gather(1, native) + torch.where(kept, bias[native], 0)
+    theirs = torch.where(foreign, wide.gather(1, held) + bias[held], -torch.inf)
+    candidates = torch.cat([native, held], 1)
+    best = torch.cat([own, theirs], 1).argsort(dim=-1, descending=True, stable=True)[:, : native.shape[1]]
+    swapped = (best >= native.shape[1]).any(-1, keepdim=True)
+    ids = torch.where(swapped, candidates.gather(1, best), native)
+    whole = swapped & (ids[:, :, None] == held[:, None, :]).any(1).all(-1, keepdim=True)
+    return torch.where(whole, recorded, ids)

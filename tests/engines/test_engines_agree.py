@@ -139,15 +139,22 @@ def test_gradients(stage: Sampled, pair: Any, hf: HFTrainer, checkpoint: Path) -
     single = gradient(hf.model)
     with AsFloat64():
         true = gradient(exact)
-    error = max(float((single[n] - true[n]).abs().max()) for n in single)
+    largest = max(float(g.abs().max()) for g in true.values())
     megatron.gradients(batch, _pull, temperature=1.0)
     theirs = dict(hf_weights(((n, p.main_grad) for n, p in megatron.model.named_parameters()), megatron.model.config))
     with torch.no_grad():
         holder = HFTrainer(checkpoint, CONFIG.trainer, CONFIG.algorithm).model
         load_hf_weights(holder, theirs.items())
     gaps = {n: float((p.detach() - single[n]).abs().max()) for n, p in holder.named_parameters()}
-    assert max(g.abs().max() for g in single.values()) > 1e-3
-    assert max(gaps.values()) <= FACTOR * error, max(gaps, key=lambda n: gaps[n])
+    assert largest > 1e-3
+    # Sums over a batch: which engine rounds more depends on the CPU (2.2e-7 and 7.5e-7 on one, at a largest gradient of
+    # 0.14), so both are held to the float64 truth, and their gap to the larger of the two errors.
+    errors = [
+        max(float((g[n].detach() - true[n]).abs().max()) for n in true)
+        for g in (single, dict(holder.named_parameters()))
+    ]
+    assert max(errors) <= 2e-5 * largest
+    assert max(gaps.values()) <= FACTOR * max(errors), max(gaps, key=lambda n: gaps[n])
 
 
 def test_weights_make_the_round_trip_bit_for_bit(pair: Any, checkpoint: Path, hf: HFTrainer) -> None:

@@ -48,7 +48,7 @@ def scalars(trainer: Any, batch: TokenBatch, trace: RouteTrace, mu: torch.Tensor
     )  # fmt: skip
     values = {
         **mismatch(native.logprobs, mu, mask, prefix="native/"), **mismatch(forced.logprobs, mu, mask, prefix="R3/"),
-        **agreement(trace, native.trace).scalars("routes/"), "forced": forced.forced_units, "changed": forced.changed_cells,
+        **agreement(trace, native.trace).scalars("routes/"), "forced": forced.counts.forced_units, "changed": forced.counts.changed_cells,
         "loss": update.loss, "grad_norm": update.grad_norm,
     }  # fmt: skip
     return {name: value for name, value in values.items() if value is not None}

@@ -81,7 +81,7 @@ def test_planned_experts_are_executed_and_unplanned_cells_are_native_local(
     trainer = build(engine, checkpoint)
     replay = planned(sampled, "uniform", unit, "1/4")
     scored = trainer.logprobs(sampled.batch, temperature=1.0, replay=replay, capture=True)
-    assert scored.forced_units == replay.plan.budget
+    assert scored.counts.forced_units == replay.plan.budget
     executed, record = scored.trace.experts.astype(int), replay.trace.experts.astype(int)
     there = (record[..., :, None] == executed[..., None, :]).any(-1)
     keep = replay.plan.planned if unit == "slot" else np.repeat(replay.plan.planned[..., None], 2, -1)

@@ -82,8 +82,8 @@ def test_own_replay_is_a_bit_exact_no_op(trainer: Any, sampled: Sampled) -> None
     again = trainer.logprobs(sampled.batch, temperature=1.0, replay=everything(native.trace), capture=True)
     assert torch.equal(native.logprobs, again.logprobs)
     assert again.trace.equals(native.trace)
-    assert again.forced_units == int(native.trace.recorded.sum())
-    assert again.changed_cells == 0
+    assert again.counts.forced_units == int(native.trace.recorded.sum())
+    assert again.counts.changed_cells == 0
 
 
 def test_own_replay_leaves_gradients_bit_equal(trainer: Any, checkpoint: Path, sampled: Sampled) -> None:
@@ -159,7 +159,7 @@ def test_recompute_changes_no_gradient(trainer: Any, checkpoint: Path, sampled: 
         replay = everything(sampled.result.trace)
         old = fresh.logprobs(sampled.batch, temperature=1.0, replay=replay)
         update = fresh.update(sampled.batch, objective(sampled.batch, old.logprobs), temperature=1.0, replay=replay)
-        assert update.forced_units == old.forced_units
+        assert update.counts.forced_units == old.counts.forced_units
         vectors.append(gradients(fresh))
     assert torch.equal(*vectors)
     assert forwards == [8, 12]  # 4 micro-batches scored and 4 updated; with recompute each of the latter twice
@@ -171,7 +171,7 @@ def test_the_micro_batch_split_changes_only_float_summation(trainer: Any, sample
         sampled.batch, temperature=1.0, replay=everything(sampled.result.trace), micro_batch_size=7
     )
     assert torch.allclose(whole.logprobs, parts.logprobs, atol=1e-4)
-    assert parts.changed_cells == whole.changed_cells
+    assert parts.counts.changed_cells == whole.counts.changed_cells
 
 
 def test_save_and_load_continue_exactly(trainer: Any, checkpoint: Path, sampled: Sampled, tmp_path: Path) -> None:

@@ -1,0 +1,258 @@
+"""Signals for scores: one backward of the sequences' log-likelihood, stopped at routers, gates and expert outputs.
+
+`torch.autograd.grad` walks the graph to the tapped tensors only, so no parameter gets a gradient and nothing of the
+trainer's state moves. The output of each active expert needs no second evaluation: <u, o_e> is the gradient of its gate.
+Only the runner-up of `swap` and the inner activations of `param` are computed again, from the experts' weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rar_lib.engines.base import TokenBatch
+from rar_lib.engines.logits import response_logprobs
+from rar_lib.errors import EngineError
+from rar_lib.replay.budget import hash_text, mix, uniform_from
+from rar_lib.replay.points import SelectionPoint, selecting, tapping
+from rar_lib.replay.scores import RouteSignals, SignalRequest
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """A gated expert: o = w2ᵀ glu(w1ᵀ x + b1) + b2.
+
+    Attributes:
+        w1: `[H, 2I]`, w2: `[I, H]`; b1 `[2I]` and b2 `[H]` or None.
+        glu: from `[rows, 2I]` to `[rows, I]`, differentiable.
+    """
+
+    w1: torch.Tensor
+    w2: torch.Tensor
+    glu: Callable[[torch.Tensor], torch.Tensor]
+    b1: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """w1ᵀ x + b1, `[rows, 2I]`."""
+        pre = x @ self.w1
+        return pre if self.b1 is None else pre + self.b1
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        """o, `[rows, H]`."""
+        out = self.glu(self.inner(x)) @ self.w2
+        return out if self.b2 is None else out + self.b2
+
+
+@dataclass
+class Seen:
+    """What one MoE layer showed in one forward; `gates`, `output` and `logits` are nodes of the graph."""
+
+    logits: torch.Tensor | None = None  # [..., E]
+    ids: torch.Tensor | None = None  # [rows, K]
+    runner_up: torch.Tensor | None = None  # [rows] expert, -1 where there is none
+    x: torch.Tensor | None = None  # [rows, H]
+    gates: torch.Tensor | None = None  # [rows, K] or, over all experts, [rows, E]
+    output: torch.Tensor | None = None  # [..., H]
+
+
+class Block(Protocol):
+    """A MoE layer of an engine."""
+
+    def listen(self, seen: Seen) -> Callable[[], None]:
+        """Let each forward fill `x`, `gates` and `output`; returns what stops it."""
+
+    def expert(self, index: int) -> ExpertWeights:
+        """Weights of an expert, detached, float32."""
+
+
+class Taps:
+    """Collects the signals of the micro-batches of a pass."""
+
+    def __init__(
+        self,
+        points: Sequence[SelectionPoint],
+        blocks: Sequence[Block],
+        batch: TokenBatch,
+        request: SignalRequest,
+        temperature: float,
+    ) -> None:
+        self.points, self.blocks, self.batch, self.request, self.temperature = (
+            points,
+            blocks,
+            batch,
+            request,
+            temperature,
+        )
+        self.seen = {point.layer: Seen() for point in points}
+        self._parts: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+        self._exact: list[torch.Tensor] = []
+
+    def _select(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if "swap" in self.request.estimators:
+            best = scores.detach().scatter(1, ids, -torch.inf).max(-1)
+            self.seen[point.layer].runner_up = torch.where(best.values.isneginf(), -1, best.indices)
+        return ids
+
+    def _listen(self, point: SelectionPoint, logits: torch.Tensor, ids: torch.Tensor) -> None:
+        self.seen[point.layer].logits, self.seen[point.layer].ids = logits, ids
+
+    def take(self, rows: torch.Tensor, logits: torch.Tensor, logp: torch.Tensor) -> None:
+        """Back-propagate ℓ of a micro-batch that was just forwarded.
+
+        Args:
+            rows: of the batch.
+            logits: `[n, T, V]`, a node of the graph.
+            logp: `[n, T]`, log-probs of the sampled tokens, 0 outside the responses.
+        """
+        likelihood = (logp if self.request.labels == "rollout" else self._resampled(rows, logits)).sum()
+        layers = [self.seen[point.layer] for point in self.points]
+        nodes = [node for seen in layers for node in (seen.logits, seen.gates, seen.output)]
+        if any(node is None or not node.requires_grad for node in nodes):
+            raise EngineError(
+                "signals for scores: a MoE layer ran without a graph (activation recompute, or no gradient)"
+            )
+        gradients = torch.autograd.grad(likelihood, nodes)  # type: ignore[arg-type]
+        with torch.no_grad():
+            pieces = [
+                self._layer(point, block, seen, *gradients[3 * i : 3 * i + 3], rows)
+                for i, (point, block, seen) in enumerate(zip(self.points, self.blocks, layers, strict=True))
+            ]
+        exact = [piece.pop("exact") for piece in pieces if "exact" in piece]
+        if exact:
+            self._exact.append(torch.stack(exact, 1))
+        stacked = {
+            name: torch.stack(
+                [p.unflatten(piece[name], len(rows)) for p, piece in zip(self.points, pieces, strict=True)], 2
+            )
+            for name in pieces[0]
+        }
+        self._parts.append((rows, {name: values.cpu() for name, values in stacked.items()}))
+        for seen in layers:  # they hold the graph
+            seen.logits = seen.gates = seen.output = seen.x = None
+
+    def _resampled(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """ℓ of tokens drawn at the same contexts; a draw depends on seed, sequence and position alone."""
+        start = hash_text(self.request.seed, "resampled")
+        names = np.array([hash_text(self.batch.uids[i]) for i in rows.tolist()], dtype=np.uint64)
+        positions = np.arange(self.batch.tokens.shape[1], dtype=np.uint64)
+        drawn = torch.from_numpy(uniform_from(mix(mix(names ^ start)[:, None] ^ positions[None, :])))
+        cumulative = (logits.detach()[:, :-1].double() / self.temperature).softmax(-1).cumsum(-1)
+        labels = self.batch.tokens[rows].clone()
+        labels[:, 1:] = (drawn[:, 1:, None].to(cumulative.device) * cumulative[..., -1:] > cumulative).sum(-1).cpu()
+        return response_logprobs(logits, labels, self.batch.response_mask[rows], self.temperature)
+
+    def _layer(
+        self,
+        point: SelectionPoint,
+        block: Block,
+        seen: Seen,
+        logit_grad: torch.Tensor,
+        gate_grad: torch.Tensor,
+        u: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """The signals of one layer, by row of its forward."""
+        ids, gates, x = seen.ids, seen.gates, seen.x
+        assert ids is not None and gates is not None and x is not None
+        if gates.shape[-1] != ids.shape[-1]:
+            gates, gate_grad = gates.gather(1, ids), gate_grad.gather(1, ids)
+        g, x, u = gates.float(), x.reshape(len(ids), -1).float(), u.reshape(len(ids), -1).float()
+        out = {
+            "gates": g,
+            "logit_grad": logit_grad.reshape(-1, point.num_experts).gather(1, ids).float(),
+            "gate_grad": gate_grad.float(),
+        }
+        wanted = self.request.estimators
+        if "swap" in wanted:
+            assert seen.runner_up is not None
+            value = torch.full((len(ids),), torch.nan)
+            for expert in seen.runner_up.unique().tolist():
+                if expert >= 0:
+                    where = (seen.runner_up == expert).nonzero()[:, 0]
+                    value[where] = (u[where] * block.expert(expert).output(x[where])).sum(-1)
+            out["runner_up"] = value
+        if wanted & {"param", "param_exact"}:
+            out |= self._inside(point, block, ids, g, x, u, rows)
+        return out
+
+    def _inside(
+        self,
+        point: SelectionPoint,
+        block: Block,
+        ids: torch.Tensor,
+        g: torch.Tensor,
+        x: torch.Tensor,
+        u: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """What lies inside the experts: norms of routes, and, for param_exact, of sequences (ghost norm)."""
+        hidden, pre_grad = torch.zeros_like(g), torch.zeros_like(g)
+        exact = torch.zeros(len(rows), point.num_experts)
+        sequence = point.flatten(torch.arange(len(rows))[:, None].expand(-1, len(ids) // len(rows)))
+        bias = 0.0
+        for expert in ids.unique().tolist():
+            row, slot = (ids == expert).nonzero(as_tuple=True)
+            weights = block.expert(expert)
+            bias = 0.0 if weights.b1 is None else 1.0  # a bias is a weight whose input is 1
+            signal = g[row, slot, None] * u[row]
+            with torch.enable_grad():
+                pre = weights.inner(x[row]).detach().requires_grad_()
+                inner = weights.glu(pre)
+            (d,) = torch.autograd.grad(inner, pre, signal @ weights.w2.T)
+            m = inner.detach()
+            hidden[row, slot], pre_grad[row, slot] = m.square().sum(-1) + bias, d.square().sum(-1)
+            if "param_exact" in self.request.estimators:
+                same = sequence[row][:, None] == sequence[row][None, :]
+                gram = (signal @ signal.T) * (m @ m.T + bias) + (d @ d.T) * (x[row] @ x[row].T + bias)
+                exact[:, expert].index_add_(0, sequence[row], (gram * same).sum(1))
+        out = {
+            "hidden_sq": hidden, "pre_grad_sq": pre_grad, "input_sq": x.square().sum(-1) + bias,
+            "output_grad_sq": u.square().sum(-1),
+        }  # fmt: skip
+        return out | ({"exact": exact} if "param_exact" in self.request.estimators else {})
+
+    def signals(self) -> RouteSignals:
+        """Of the whole batch, packed like its trace."""
+        inside = self.batch.token_mask
+        packed = {}
+        for name, example in self._parts[0][1].items():
+            values = torch.zeros(*inside.shape, *example.shape[2:])
+            for rows, part in self._parts:
+                values[rows] = part[name][:, : inside.shape[1]]
+            packed[name] = values[inside].numpy()
+        if self._exact:
+            exact = torch.zeros(len(self.batch), *self._exact[0].shape[1:])
+            for (rows, _), part in zip(self._parts, self._exact, strict=True):
+                exact[rows] = part.clamp_min(0)  # a sum of squares; rounding can leave it a hair below
+            packed["exact"] = exact.numpy()
+        name = self.request.labels + ("" if self.temperature == 1 else f", temperature {self.temperature:g}")
+        return RouteSignals(labels=name, **packed)
+
+
+@contextlib.contextmanager
+def open_taps(
+    model: Any,
+    points: Sequence[SelectionPoint],
+    blocks: Sequence[Block],
+    batch: TokenBatch,
+    request: SignalRequest | None,
+    temperature: float,
+) -> Iterator[Taps | None]:
+    """Taps at every MoE layer of a model while the context is open; None without a request."""
+    if request is None:
+        yield None
+        return
+    taps = Taps(points, blocks, batch, request, temperature)
+    stops = [block.listen(taps.seen[point.layer]) for point, block in zip(points, blocks, strict=True)]
+    try:
+        with selecting(model, [taps._select] * len(points)), tapping(model, taps._listen):
+            yield taps
+    finally:
+        for stop in stops:
+            stop()

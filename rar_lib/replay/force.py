@@ -1,0 +1,189 @@
+"""What a replay forces, and what it counts while it does: the plan laid over the rows of each forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rar_lib.errors import ReplayError
+from rar_lib.replay.counts import PassCounts
+from rar_lib.replay.plan import ReplayPlan
+from rar_lib.replay.points import SelectionPoint, find_points
+from rar_lib.replay.record import describe_routers
+from rar_lib.replay.resolve import resolve, resolve_biased
+from rar_lib.traces.trace import RouteTrace
+
+
+class Replaying:
+    """The routes that an open `replaying` context forces.
+
+    Attributes:
+        forced_units: units of the plan that routers were given, since the context opened.
+        changed_cells: (token, layer) cells whose executed set of experts differs from the router's live choice.
+    """
+
+    def __init__(self, model: torch.nn.Module, trace: RouteTrace, plan: ReplayPlan, measure: bool = False) -> None:
+        mine = describe_routers(model)
+        theirs = trace.header
+        for name, expected, found in (
+            ("experts", mine.num_experts, theirs.num_experts),
+            ("top-k", mine.top_k, theirs.top_k),
+            ("MoE layers", mine.moe_layers, theirs.moe_layers),
+        ):
+            if expected != found:
+                raise ReplayError(
+                    f"trace and model differ in {name}: expected {expected} (model), found {found} (trace)"
+                )
+        plan.require(trace)
+        points = find_points(model).points
+        grouped = [p.layer for p in points if p.groups > 1]
+        if plan.unit != "token_layer" and grouped:
+            raise ReplayError(
+                f"plan of unit {plan.unit}: layers {grouped} choose within groups of experts, which single experts would "
+                "leave; use unit token_layer"
+            )
+        experts, _ = trace.to_padded()
+        inside = np.arange(experts.shape[1])[None, :] < trace.lengths[:, None]
+        planned = np.zeros((*inside.shape, *plan.planned.shape[1:]), dtype=bool)
+        planned[inside] = plan.planned
+        self._planned = torch.from_numpy(planned)
+        self._targets = torch.from_numpy(experts)
+        self._column = {layer: i for i, layer in enumerate(mine.moe_layers)}
+        self._points = points
+        self._rows: torch.Tensor = torch.arange(trace.num_sequences)
+        self._lengths = torch.from_numpy(trace.lengths)
+        self._tokens = _padded_tokens(trace)
+        self._bias = None if plan.bias is None else torch.from_numpy(np.asarray(plan.bias, np.float32))
+        self.forced_units = 0
+        self.changed_cells = 0
+        self._measure = measure
+        self._compared = self._differing = self._cells = self._kept = 0
+        self._regret: float | None = 0.0
+        self._forced_slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._gradients: dict[str, torch.Tensor] = {
+            kind: torch.zeros((), dtype=torch.float64) for kind in ("forced", "free")
+        }
+        self._slots = {"forced": 0, "free": 0}
+
+    def focus(self, sequences: Sequence[int] | torch.Tensor) -> None:
+        """The next forward holds these sequences of the trace, in this order.
+
+        Raises:
+            ReplayError: for a sequence that the trace does not have.
+        """
+        rows, known = torch.as_tensor(sequences, dtype=torch.int64), len(self._targets)
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < known:
+            raise ReplayError(
+                f"the trace has {known} sequences; asked to focus on {int(rows.min())} to {int(rows.max())}"
+            )
+        self._rows = rows
+        for point in self._points:
+            point.begin()
+
+    def _check_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The forward must hold the tokens that the trace speaks of, right-padded."""
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        inputs = tokens if isinstance(tokens, torch.Tensor) else kwargs.get("inputs_embeds")
+        if isinstance(inputs, torch.Tensor) and len(inputs) != len(self._rows):
+            raise ReplayError(f"the forward holds {len(inputs)} sequences, the replay is focused on {len(self._rows)}")
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and (mask[:, 0] == 0).any():
+            raise ReplayError("attention_mask pads on the left; replay needs the sequences right-padded")
+        if self._tokens is None or not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
+            return
+        width = min(tokens.shape[1], self._tokens.shape[1])
+        inside = torch.arange(width)[None, :] < self._lengths[self._rows][:, None]
+        expected, found = self._tokens[self._rows][:, :width], tokens[:, :width].cpu()
+        wrong = inside & (expected != found)
+        if wrong.any():
+            row, position = wrong.nonzero()[0].tolist()
+            raise ReplayError(
+                f"sequence {int(self._rows[row])}, token {position}: the trace speaks of token id "
+                f"{int(expected[row, position])}, the forward holds {int(found[row, position])}; replay needs the same "
+                "tokens in the same order, right-padded"
+            )
+
+    def _select(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        column = self._column[point.layer]
+        target, planned = self._targets[self._rows, :, column], self._planned[self._rows, :, column]
+        n, length, k = target.shape
+        steps, rest = divmod(len(ids), max(n, 1))
+        if rest or steps < length:
+            raise ReplayError(
+                f"layer {point.layer}: the forward has {len(ids)} rows for {n} sequences of up to {length} recorded "
+                f"tokens; expected a multiple of {n}, at least {n * length}"
+            )
+        if steps > length:
+            target = torch.cat([target, target.new_full((n, steps - length, k), -1)], 1)
+            planned = torch.cat([planned, planned.new_zeros((n, steps - length, *planned.shape[2:]))], 1)
+        recorded, asked = point.flatten(target).to(ids.device), point.flatten(planned).to(ids.device)
+        if self._bias is None:
+            used = resolve(recorded, asked, scores, ids)
+        else:
+            used = resolve_biased(recorded, asked, scores, ids, self._bias[column].to(ids.device))
+        self.forced_units += int(planned.sum())
+        self.changed_cells += int(((used.unsqueeze(-1) == ids.unsqueeze(-2)).sum((-1, -2)) < k).sum())
+        if self._measure:
+            self._count(point, recorded, asked, scores.detach(), ids, used)
+        return used
+
+    def _count(
+        self,
+        point: SelectionPoint,
+        recorded: torch.Tensor,
+        asked: torch.Tensor,
+        scores: torch.Tensor,
+        native: torch.Tensor,
+        used: torch.Tensor,
+    ) -> None:
+        """Fidelity and regret of one router call; which executed experts were forced, for the gradients to come."""
+        known = recorded[:, 0] >= 0
+        same = used[:, :, None] == recorded[:, None, :]  # [rows, executed slot, recorded slot]
+        self._cells += int(known.sum())
+        self._kept += int(same[known].sum())
+        if self._regret is not None:
+            p = scores.double().softmax(-1)
+            chosen = p.gather(1, used)
+            outside = known & torch.isneginf(scores.gather(1, used)).any(-1)
+            given_up = p.gather(1, native).sum(-1) - chosen.sum(-1)
+            self._regret = None if outside.any() else self._regret + float(given_up[known].sum())
+        wanted = asked if asked.ndim == 2 else asked[:, None]
+        self._forced_slots[point.layer] = (same & wanted[:, None, :] & known[:, None, None]).any(-1), known
+
+    def _listen(self, point: SelectionPoint, logits: torch.Tensor, ids: torch.Tensor) -> None:
+        """Square the gradient of the logits of the executed experts when it comes, apart for forced and free ones."""
+        if not logits.requires_grad:
+            return
+        forced, known = self._forced_slots[point.layer]
+
+        def arrived(gradient: torch.Tensor) -> None:
+            squared = gradient.detach().reshape(-1, gradient.shape[-1]).gather(1, ids).double().square()
+            for kind, mask in (("forced", forced), ("free", ~forced & known[:, None])):
+                self._gradients[kind] = self._gradients[kind] + squared[mask].sum()
+                self._slots[kind] += int(mask.sum())
+
+        logits.register_hook(arrived)
+
+    def counts(self) -> PassCounts:
+        """What happened since the context opened."""
+        for point in self._points:
+            compared, differing = point.take_executed()
+            self._compared, self._differing = self._compared + compared, self._differing + differing
+        gradients = {kind: float(value) for kind, value in self._gradients.items()}
+        return PassCounts(
+            self.forced_units, self.changed_cells, self._compared, self._differing, self._cells, self._kept,
+            self._regret, gradients["forced"], self._slots["forced"], gradients["free"], self._slots["free"],
+        )  # fmt: skip
+
+
+def _padded_tokens(trace: RouteTrace) -> torch.Tensor | None:
+    """`[S, T]` int64, right-padded with 0; None if the trace does not carry its tokens."""
+    if trace.token_ids is None:
+        return None
+    inside = np.arange(int(trace.lengths.max(initial=0)))[None, :] < trace.lengths[:, None]
+    tokens = np.zeros(inside.shape, dtype=np.int64)
+    tokens[inside] = trace.token_ids
+    return torch.from_numpy(tokens)
