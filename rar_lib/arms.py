@@ -16,14 +16,19 @@ import numpy as np
 import pandas as pd
 import torch
 
+from rar_lib.config import RouterReplayConfig, ScoreConfig
 from rar_lib.engines.base import LogprobResult, Objective, Replay, RolloutResult, TokenBatch, Trainer
-from rar_lib.errors import ConfigError
-from rar_lib.measure import TAU, rollout_logprobs
+from rar_lib.errors import ConfigError, ReplayError
+from rar_lib.measure import TAU, plan_binding, rollout_logprobs
 from rar_lib.metrics.mismatch import k3_terms, mismatch
+from rar_lib.metrics.replay import drift, efficiency, target_shift
+from rar_lib.planner import Planner
+from rar_lib.replay.counts import PassCounts
+from rar_lib.replay.flip_model import FlipModel
 from rar_lib.replay.plan import Unit
-from rar_lib.replay.policies import Candidates, get_policy, make_plan, require_policy
 
 # (old log-probs of the arm [S, T], rows of an update) -> the objective of that update
+DEFAULT_SCORE = ScoreConfig()
 Objectives = Callable[[torch.Tensor, torch.Tensor], Objective]
 
 
@@ -36,17 +41,43 @@ class Arm:
         unit: what is counted and forced.
         budget: share of the recorded units; None for policies without one.
         seed: of the keys.
+        score: for policies that rank experts.
+        ratio: of policy threshold.
     """
 
     policy: str
     unit: Unit = "token_layer"
     budget: str | None = None
     seed: int = 0
+    score: ScoreConfig = DEFAULT_SCORE
+    ratio: float | None = None
 
     @property
     def name(self) -> str:
-        """Policy, and budget and unit where there are any."""
-        return self.policy if self.budget is None else f"{self.policy} {self.budget} {self.unit}"
+        """Policy, and what of budget, unit and score is not the default."""
+        parts = [self.policy, self.budget or "", self.unit if self.budget or self.unit != "token_layer" else ""]
+        if self.score != ScoreConfig():
+            parts.append(f"{self.score.estimator}/{self.score.aggregation}/{self.score.labels}")
+        if self.ratio is not None:
+            parts.append(f"ratio {self.ratio:g}")
+        return " ".join(part for part in parts if part)
+
+    def planner(self) -> Planner:
+        """What makes its plans.
+
+        Raises:
+            ConfigError: for parts that do not go together.
+        """
+        return Planner(
+            RouterReplayConfig(
+                policy=self.policy,
+                unit=self.unit,
+                budget=self.budget,
+                seed=self.seed,
+                score=self.score,
+                ratio=self.ratio,
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -54,14 +85,18 @@ class ArmScores:
     """What score_arms returns.
 
     Attributes:
-        table: a row an arm and pass (`old`, `new`): arm, policy, unit, budget, seed, pass, planned (units), nominal, forced
-            (share of recorded cells whose executed set is not native_local), k3, extreme_fraction_tau2, ratio_max,
-            efficiency (None where none and R3 do not differ).
+        table: a row an arm and pass (`old`, `new`): arm, policy, unit, budget, seed, pass, planned (units), nominal, binding
+            (against native_free at θ_old), forced (share of recorded cells whose executed set is not native_local),
+            fidelity, regret, executed_equals_resolved, target_shift (k3 against the native pass at the same weights), k3,
+            extreme_fraction_tau2, ratio_max, efficiency (None where none and R3 differ by no more than `noise_floor`), and,
+            after updates, drift_planned, drift_unplanned, router_gradient_forced, router_gradient_free.
         by_prompt: a row an arm, pass and prompt: tokens and the sum of k3, for intervals clustered by prompt.
+        native: the planning pass, with everything that any arm looked at.
     """
 
     table: pd.DataFrame
     by_prompt: pd.DataFrame
+    native: LogprobResult
 
 
 def score_arms(
@@ -72,6 +107,8 @@ def score_arms(
     *,
     temperature: float = 1.0,
     objectives: Objectives | None = None,
+    flips: FlipModel | None = None,
+    noise_floor: float = 0.0,
 ) -> ArmScores:
     """Score one rollout batch under several plans.
 
@@ -82,9 +119,12 @@ def score_arms(
         arms: plans to score; none and full R3 (policy `full`) are always among them, since efficiency is measured between.
         temperature: of the sampling.
         objectives: makes the objective of each update; without it only the old pass is scored.
+        flips: P(flip) from earlier batches, for policy swap.
+        noise_floor: k3 of an engine against itself.
 
     Raises:
         ConfigError: for two arms of one name, or an arm that does not go together.
+        ReplayError: for policy swap without `flips`.
     """
     every = list(dict.fromkeys([Arm("none"), Arm("full"), *arms]))
     names = [arm.name for arm in every]
@@ -92,55 +132,97 @@ def score_arms(
         raise ConfigError(
             f"arms: expected different names, found {sorted({n for n in names if names.count(n) > 1})} twice"
         )
-    for arm in every:
-        if arm.policy != "none":
-            require_policy(arm.policy, arm.unit, arm.budget)
+    planners = {arm: arm.planner() for arm in every if arm.policy != "none"}
+    for arm, planner in planners.items():
+        if planner.learns_flips:
+            if flips is None:
+                raise ReplayError(f"arm {arm.name}: policy {arm.policy} needs `flips`, P(flip) of earlier batches")
+            planner.flips = flips
     mu = rollout_logprobs(batch, sample)
     native = trainer.logprobs(batch, temperature=temperature, capture="margins")
     rows: list[dict[str, object]] = []
     prompts: list[pd.DataFrame] = []
 
-    def note(arm: Arm, when: str, replay: Replay | None, result: LogprobResult) -> None:
-        rows.append(_row(arm, when, replay, result, mu, batch))
+    def note(
+        arm: Arm, when: str, replay: Replay | None, result: LogprobResult, seen: LogprobResult, live: LogprobResult
+    ) -> dict[str, object]:
+        row = _row(arm, when, replay, result, mu, batch, seen, live)
+        rows.append(row)
         prompts.append(_by_prompt(arm, when, result.logprobs, mu, batch))
+        return row
 
     with tempfile.TemporaryDirectory() as folder:
         trainer.save(Path(folder))
         for arm in every:
-            replay = _replay(arm, batch, sample, native)
-            old = native if replay is None else trainer.logprobs(batch, temperature=temperature, replay=replay)
-            note(arm, "old", replay, old)
-            if objectives is not None:
-                for share in batch.update_shares():
-                    trainer.update(
-                        batch.select(share), objectives(old.logprobs, share), temperature=temperature,
-                        replay=None if replay is None else replay.select(share),
-                    )  # fmt: skip
-                note(arm, "new", replay, trainer.logprobs(batch, temperature=temperature, replay=replay))
-                trainer.load(Path(folder))
-    return ArmScores(_with_efficiency(pd.DataFrame(rows)), pd.concat(prompts, ignore_index=True))
-
-
-def _replay(arm: Arm, batch: TokenBatch, sample: RolloutResult, native: LogprobResult) -> Replay | None:
-    if arm.policy == "none":
-        return None
-    needs = get_policy(arm.policy).needs
-    seen = Candidates(sample.trace, batch.uids, arm.seed, 0, native.trace if "native" in needs else None)
-    return Replay(sample.trace, make_plan(arm.policy, seen, arm.unit, arm.budget))
+            replay, seen = None, native
+            if arm.policy != "none":
+                planner = planners[arm]
+                if planner.looks:
+                    seen = planner.look(trainer, batch, 0, temperature)
+                replay = planner.plan(sample.trace, batch, 0, seen)
+            old = (
+                native
+                if replay is None
+                else trainer.logprobs(batch, temperature=temperature, replay=replay, measure=True)
+            )
+            note(arm, "old", replay, old, seen, native)
+            if objectives is None:
+                continue
+            counts = PassCounts()
+            for share in batch.update_shares():
+                done = trainer.update(
+                    batch.select(share), objectives(old.logprobs, share), temperature=temperature,
+                    replay=None if replay is None else replay.select(share), measure=True,
+                )  # fmt: skip
+                counts = counts + done.counts
+            live = trainer.logprobs(batch, temperature=temperature, capture=True)
+            new = (
+                live
+                if replay is None
+                else trainer.logprobs(batch, temperature=temperature, replay=replay, measure=True)
+            )
+            row = note(arm, "new", replay, new, seen, live)
+            row |= {f"router_gradient_{kind}": counts.router_gradient(kind) for kind in ("forced", "free")}
+            trainer.load(Path(folder))
+    return ArmScores(_with_efficiency(pd.DataFrame(rows), noise_floor), pd.concat(prompts, ignore_index=True), native)
 
 
 def _row(
-    arm: Arm, when: str, replay: Replay | None, result: LogprobResult, mu: torch.Tensor, batch: TokenBatch
+    arm: Arm,
+    when: str,
+    replay: Replay | None,
+    result: LogprobResult,
+    mu: torch.Tensor,
+    batch: TokenBatch,
+    native: LogprobResult,
+    live: LogprobResult,
 ) -> dict[str, object]:
     values = mismatch(result.logprobs, mu, batch.response_mask, tau=TAU)
-    plan = None if replay is None else replay.plan
-    cells = 0 if replay is None else int(replay.trace.recorded.sum())
-    return {
+    row: dict[str, object] = {
         "arm": arm.name, "policy": arm.policy, "unit": arm.unit, "budget": arm.budget, "seed": arm.seed, "pass": when,
-        "planned": 0 if plan is None else plan.budget, "nominal": 0.0 if plan is None else plan.nominal,
-        "forced": result.counts.changed_cells / cells if cells else 0.0,
+        "planned": 0, "nominal": 0.0, "binding": 0.0, "forced": 0.0, "fidelity": None, "regret": None,
+        "executed_equals_resolved": None,
+        "target_shift": target_shift(result.logprobs, live.logprobs, batch.response_mask),
         **{name: values[name] for name in ("k3", f"extreme_fraction_tau{TAU:g}", "ratio_max")},
     }  # fmt: skip
+    if replay is None:
+        return row
+    plan, trace, counts = replay.plan, replay.trace, result.counts
+    assert native.trace is not None
+    known = trace.recorded & native.trace.recorded
+    row |= {
+        "planned": plan.budget, "nominal": plan.nominal,
+        "binding": plan_binding(replay, native.trace),
+        "forced": counts.changed_cells / max(1, int(trace.recorded.sum())),
+        "fidelity": counts.kept / (counts.cells * trace.header.top_k) if counts.cells else None,
+        "regret": counts.regret / counts.cells if counts.cells and counts.regret is not None else None,
+        "executed_equals_resolved": counts.executed_equals_resolved,
+    }  # fmt: skip
+    if when == "new":
+        assert live.trace is not None
+        moved = drift(native.trace.experts, live.trace.experts, plan.planned, known)
+        row |= {"drift_planned": moved[0], "drift_unplanned": moved[1]}
+    return row
 
 
 def _by_prompt(arm: Arm, when: str, logprobs: torch.Tensor, mu: torch.Tensor, batch: TokenBatch) -> pd.DataFrame:
@@ -151,14 +233,11 @@ def _by_prompt(arm: Arm, when: str, logprobs: torch.Tensor, mu: torch.Tensor, ba
     return table.groupby("prompt", as_index=False, sort=False).sum().assign(arm=arm.name, **{"pass": when})
 
 
-def _with_efficiency(table: pd.DataFrame) -> pd.DataFrame:
+def _with_efficiency(table: pd.DataFrame, noise_floor: float) -> pd.DataFrame:
     """(k3_none - k3_arm) / (k3_none - k3_R3) within each pass: 0 at none, 1 at R3."""
-    out = table.copy()
-    out["efficiency"] = np.nan
+    out = table.assign(efficiency=None)
     for when in table["pass"].unique():
         here = table["pass"] == when
         k3 = table[here].set_index("arm")["k3"].astype(float)
-        span = k3["none"] - k3["full"]
-        if span != 0:
-            out.loc[here, "efficiency"] = ((k3["none"] - k3) / span).to_numpy()
-    return out.astype({"efficiency": object}).where(out["efficiency"].notna(), None)
+        out.loc[here, "efficiency"] = [efficiency(k3["none"], value, k3["full"], noise_floor) for value in k3]
+    return out

@@ -140,6 +140,23 @@ class AlgorithmConfig(_Part):
         return self
 
 
+class ScoreConfig(_Part):
+    """How the score of an expert is made, for policies that rank it (replay/scores.py)."""
+
+    estimator: Literal["gate", "param", "param_exact", "swap"] = Field(
+        "gate",
+        description="what is squared: gradients of router logits, of expert weights, or the price of an exchange",
+    )
+    aggregation: Literal["per_route", "mass", "shrunk", "gate_free"] = Field(
+        "per_route", description="from routes to a cell: mean, sum, mean shrunk to the layer's, or mean of q/g^2"
+    )
+    labels: Literal["rollout", "resampled"] = Field(
+        "rollout", description="likelihood of the sampled tokens, or of tokens drawn again by the trainer"
+    )
+    shrinkage: float = Field(32.0, ge=0, description="of aggregation shrunk, in routes")
+    ema: float = Field(0.0, ge=0, lt=1, description="weight of the batches before; 0: each batch alone")
+
+
 class RouterReplayConfig(_Part):
     """verl's switch, and beside it which routes are forced."""
 
@@ -148,18 +165,27 @@ class RouterReplayConfig(_Part):
         "R3", description="where the record comes from: R2 the old-log-prob pass, R3 the rollout"
     )
     policy: str = Field("full", description="which recorded routes are forced")
-    unit: Literal["token_layer", "slot"] = Field(
-        "token_layer", description="what is counted and forced: sets or single experts"
+    unit: Literal["token_layer", "slot", "bias"] = Field(
+        "token_layer", description="what is counted and forced: sets, single experts, or a bonus on recorded experts"
     )
     budget: str | None = Field(
-        None, description="share of the recorded units, such as 0.25 or 1/4; none for policy full"
+        None, description="share of the recorded units, such as 0.25 or 1/4; none for policies full and threshold"
     )
+    score: ScoreConfig = Field(
+        ScoreConfig(), description="for policies that rank experts; a bare name is its estimator"
+    )
+    ratio: float | None = Field(None, gt=0, description="of policy threshold: share of the weakest live score")
     seed: int = Field(0, ge=0, description="of the keys that decide choices and ties")
 
     @field_validator("budget", mode="before")
     @classmethod
     def _exact_share(cls, value: Any) -> Any:
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+    @field_validator("score", mode="before")
+    @classmethod
+    def _bare_estimator(cls, value: Any) -> Any:
+        return {"estimator": value} if isinstance(value, str) else value
 
     @field_validator("mode", "policy", mode="before")
     @classmethod
@@ -254,7 +280,7 @@ class JobConfig(_Part):
     def from_flat(cls, **parameters: Any) -> JobConfig:
         """From the flat scalars of a notebook: each name is one of FLAT_NAMES.
 
-        `policy` is an arm: 'none', 'R2' or 'R3'. `engine` sets both engines: 'auto', 'hf', or 'real' (vLLM and
+        `policy` is an arm: 'none', 'R2' or 'R3'; `routes` says which of its routes are forced. `engine` sets both engines: 'auto', 'hf', or 'real' (vLLM and
         Megatron-Core).
         """
         tree: dict[str, Any] = {}
@@ -291,6 +317,11 @@ def _to(key: str) -> Any:
 FLAT_NAMES: dict[str, Any] = {
     "policy": _arm,
     "engine": _engine,
+    "routes": _to("router_replay.policy"),
+    "unit": _to("router_replay.unit"),
+    "budget": _to("router_replay.budget"),
+    "score": _to("router_replay.score"),
+    "ratio": _to("router_replay.ratio"),
     "model": _to("model.path"),
     "task": _to("task.name"),
     "precision": _to("rollout.precision"),

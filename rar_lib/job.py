@@ -34,7 +34,6 @@ from rar_lib.checkpoint import (
 )
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import (
-    Capture,
     LogprobResult,
     Objective,
     Replay,
@@ -46,17 +45,17 @@ from rar_lib.engines.base import (
 )
 from rar_lib.engines.session import EngineSession, resolve_engines
 from rar_lib.errors import EngineError, ReplayError
-from rar_lib.metrics.mismatch import noise_floor
+from rar_lib.metrics.mismatch import k3, noise_floor
+from rar_lib.planner import Planner
 from rar_lib.progress import Style, progress
 from rar_lib.replay.control import require_live, wrong_routes
+from rar_lib.replay.diagnostics import ReplayDiagnostics
 from rar_lib.replay.modes import MODES
-from rar_lib.replay.policies import Candidates, get_policy, make_plan, require_policy
 from rar_lib.rl.advantages import group_advantages
 from rar_lib.rl.objectives import grpo_loss
 from rar_lib.runs.store import RUNS_DIR, RunStore, write_json
 from rar_lib.seeding import derive_seed
 from rar_lib.tasks import Problem, Task
-from rar_lib.traces.trace import RouteTrace
 
 logger = logging.getLogger("rar")
 NOISE_SEQUENCES = 64  # scored one by one for the trainer's noise floor: CPU kernels sum alike at most larger sizes
@@ -74,16 +73,25 @@ class RunResult:
     summary: dict[str, Any]
     metrics: pd.DataFrame
     paired: pd.DataFrame
+    replay: list[ReplayDiagnostics]
 
     @classmethod
     def load(cls, store: RunStore) -> RunResult:
         """Read a complete run folder."""
-        return cls(store.path, store.summary(), store.metrics(), store.paired())
+        return cls(store.path, store.summary(), store.metrics(), store.paired(), store.replay())
 
     @property
     def arm(self) -> str:
         """'none', 'R2' or 'R3'."""
         return self.summary["arm"]
+
+    @property
+    def label(self) -> str:
+        """What tables and figures call the run: its arm, or, where not all routes are forced, the policy and its budget."""
+        arm, policy, budget = (self.summary[name] for name in ("arm", "policy", "budget"))
+        if arm == "none" or policy == "full":
+            return arm
+        return " ".join(part for part in (policy, budget, "" if arm == "R3" else arm) if part)
 
     def __repr__(self) -> str:
         engines = f"{self.summary['rollout_engine']} + {self.summary['trainer_engine']}"
@@ -112,7 +120,7 @@ def run_job(
     """
     config = resolve_engines(config, say)
     path, task = resolve_checkpoint(config.model.path), Task(config.task)
-    require_policy(config.router_replay.policy, config.router_replay.unit, config.router_replay.budget)
+    Planner(config.router_replay)  # what does not go together is refused before anything is started
     router_header(path)  # a model without replayable routers is refused before anything is started
     digests = {"checkpoint": digest_checkpoint(path), "task": task.digest()}
     store = RunStore(runs_dir or RUNS_DIR, config, digests)
@@ -127,20 +135,21 @@ def run_job(
 def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, store: RunStore, show: Style) -> None:
     """The loop."""
     diagnose = config.diagnostics.enabled
-    mode, needs = MODES[config.router_replay.arm], get_policy(config.router_replay.policy).needs
-    look: Capture = "margins" if "margins" in needs else True
+    mode, planner = MODES[config.router_replay.arm], Planner(config.router_replay)
     tokenizer = load_tokenizer(path)
     special = special_tokens(path, tokenizer)
     rollout, trainer = engines.open(config, path, special)
     temperature = config.rollout.sampling.temperature
     prompts = _Prompts(config, task, tokenizer, special)
     store.write_environment()
-    start, rows, paired, facts = _resume(store, trainer)
+    start, rows, paired, records, facts = _resume(store, trainer, planner)
     if start:
         rollout.load_weights(trainer.weights(), start)
     else:
         facts["negative_control"] = _negative_control(config, rollout, trainer, prompts)
         facts["evaluation_first"] = _evaluate(config, rollout, prompts)
+        if mode.in_updates is not None and planner.learns_flips:
+            _learn_flips(config, planner, rollout, trainer, prompts)
     bar = progress(store.path.name, config.steps, start, show)
 
     for step in range(start, config.steps):
@@ -155,20 +164,27 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         mask, mu = batch.response_mask, measure.rollout_logprobs(batch, sample)
         clock.tick("rollout")
 
-        # 2. Score at θ_old under the run's mode; before it, natively, if the policy chooses by the live choice.
+        # 2. Score at θ_old under the run's mode; before it, natively, if the policy chooses by what it sees there.
         traces, native = {"rollout": sample.trace}, None
-        if mode.in_old_pass is not None and "native" in needs:
-            native = trainer.logprobs(batch, temperature=temperature, capture=look)
+        if mode.in_updates is not None and planner.looks:
+            native = planner.look(trainer, batch, step, temperature)
+        old_replay = update_replay = None
+        if mode.in_old_pass is not None:
+            old_replay = planner.plan(traces[mode.in_old_pass], batch, step, native)
         clock.tick("planning")
-        old_replay = _planned(config, mode.old_record(traces), batch, step, native)
-        old = trainer.logprobs(
-            batch, temperature=temperature, replay=old_replay, capture=look if old_replay is None else False
-        )
-        clock.tick("old")
-        if old_replay is None:
-            native = old
+        if old_replay is None:  # native, so it is the planning pass if there was one
+            native = old = native or trainer.logprobs(batch, temperature=temperature, capture=True)
             assert old.trace is not None
             traces["old"] = old.trace
+        else:
+            old = trainer.logprobs(batch, temperature=temperature, replay=old_replay, measure=diagnose)
+        clock.tick("old")
+        if mode.in_updates == mode.in_old_pass:  # one plan in every pass of a batch
+            update_replay = old_replay
+        elif mode.in_updates is not None:
+            update_replay = planner.plan(traces[mode.in_updates], batch, step, native)
+        if native is not None and native.trace is not None:
+            planner.learn_flips(sample.trace, native.trace)
 
         # And once more, so that every run has its tokens scored both natively and under full R3.
         scored = {} if native is None else {"none": native}
@@ -187,11 +203,6 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         clock.tick("noise_floor")
 
         # 3. Learn: one optimizer step on each share of the prompts, replaying what the mode says.
-        update_replay = (
-            old_replay  # one plan in every pass of a batch
-            if mode.in_updates == mode.in_old_pass
-            else _planned(config, mode.update_record(traces), batch, step, native)
-        )
         updates: list[tuple[torch.Tensor, UpdateResult]] = []
         for share in batch.update_shares():
             result = trainer.update(
@@ -199,6 +210,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
                 _objective(config, old.logprobs[share], advantages[share], mask[share]),
                 temperature=temperature,
                 replay=None if update_replay is None else update_replay.select(share),
+                measure=diagnose,
             )
             if not updates:
                 _require_identity(result.logprobs, old.logprobs[share])
@@ -210,11 +222,21 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         clock.tick("sync")
 
         # 5. Measure and store.
+        after = None
+        if diagnose and update_replay is not None and _due(config, step, config.diagnostics.noise_floor_every):
+            after = trainer.logprobs(batch, temperature=temperature, capture=True)
+        records.append(
+            measure.replay_diagnostics(
+                config, step, sample, (old, old_replay), ([u for _, u in updates], update_replay), mask,
+                native=scored.get("none"), native_after=after, score=planner.score,
+            )
+        )  # fmt: skip
         row: measure.Row = {
             "step": step,
             **measure.sample_row(rewards, batch, sample, flat_groups),
             **measure.mismatch_row(mu, old.logprobs, updates, mask),
-            **measure.replay_row(sample, old, old_replay, updates, update_replay),
+            "replay/coverage": sample.trace.coverage()["recorded"],
+            **records[-1].columns(),
             **measure.update_row(updates, int(mask.sum())),
         }
         if diagnose:
@@ -226,16 +248,21 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         if config.evaluation.every and not last and (step + 1) % config.evaluation.every == 0:
             row["evaluation/reward"] = _evaluate(config, rollout, prompts)
         rows.append(row | clock.row)
-        store.write_tables(rows, paired)
+        store.write_tables(rows, paired, records)
         if last or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
             with store.new_checkpoint(step + 1) as folder:
                 trainer.save(folder)
-                write_json(folder / "state.json", {"rows": rows, "paired": paired, "facts": facts})
+                state = {"rows": rows, "paired": paired, "facts": facts, "planner": planner.state()}
+                write_json(folder / "state.json", state | {"replay": [r.model_dump(mode="json") for r in records]})
         bar.step(step + 1, f"reward {row['reward/mean']:.3f} k3 {row['mismatch/rollout_old/k3']:.2e}")
     bar.close()
     facts["evaluation_last"] = _evaluate(config, rollout, prompts)
+    if diagnose:
+        facts |= _deployment(config, planner, rollout, trainer, prompts)
     facts["evaluated_on"] = task.evaluated_on
-    store.write_tables(rows, paired)  # a kill between the last checkpoint and its tables leaves them one step behind
+    store.write_tables(
+        rows, paired, records
+    )  # a kill between the last checkpoint and its tables leaves them one step behind
     store.finish(_summarise(config, store.path.name, pd.DataFrame(rows), facts))
 
 
@@ -254,6 +281,10 @@ class _Prompts:
         n, g = self.config.algorithm.prompts_per_step, self.config.algorithm.group_size
         first = self._first + step * n
         return [p for i in range(n) for p in [self.task.problem(first + i)] * g]
+
+    def held_out(self) -> list[Problem]:
+        """The problems of every evaluation."""
+        return [self.task.problem(i, self.task.evaluated_on) for i in range(self.config.evaluation.prompts)]
 
     def sample(
         self, rollout: Rollout, problems: list[Problem], seed: int, group_size: int | None = None
@@ -291,17 +322,6 @@ class _Clock:
         self.row[f"time/{name}"], self._last = now - self._last, now
 
 
-def _planned(
-    config: JobConfig, record: RouteTrace | None, batch: TokenBatch, step: int, native: LogprobResult | None
-) -> Replay | None:
-    """The record with the plan of the run's policy; None where the mode replays nothing."""
-    if record is None:
-        return None
-    wanted, seen = config.router_replay, None if native is None else native.trace
-    candidates = Candidates(record, batch.uids, wanted.seed, step, seen)
-    return Replay(record, make_plan(wanted.policy, candidates, wanted.unit, wanted.budget))
-
-
 def _objective(config: JobConfig, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> Objective:
     """GRPO against the old log-probs, for the rows of one update."""
     algorithm = config.algorithm
@@ -336,11 +356,37 @@ def _evaluate(config: JobConfig, rollout: Rollout, prompts: _Prompts) -> float |
     """Mean reward of one sample a held-out prompt, with the same draws each time; never under replay."""
     if not config.evaluation.prompts:
         return None
-    task = prompts.task
-    problems = [task.problem(i, task.evaluated_on) for i in range(config.evaluation.prompts)]
+    problems = prompts.held_out()
     sample, _ = prompts.sample(rollout, problems, derive_seed(config.seed, "evaluation"), group_size=1)
     scores = [prompts.task.score(prompts.text(r), p) for r, p in zip(sample.responses, problems, strict=True)]
     return sum(scores) / len(scores)
+
+
+def _learn_flips(config: JobConfig, planner: Planner, rollout: Rollout, trainer: Trainer, prompts: _Prompts) -> None:
+    """One batch of problems that the run does not train on, so that P(flip) is known before the first plan."""
+    sample, batch = prompts.sample(rollout, prompts.train(config.steps), derive_seed(config.seed, "flips"))
+    native = trainer.logprobs(batch, temperature=config.rollout.sampling.temperature, capture="margins")
+    assert native.trace is not None
+    planner.learn_flips(sample.trace, native.trace)
+
+
+def _deployment(
+    config: JobConfig, planner: Planner, rollout: Rollout, trainer: Trainer, prompts: _Prompts
+) -> measure.Row:
+    """The trained weights as a user serves them: k3 (rollout/trainer) without replay on held-out prompts, and beside it
+    under the run's own replay. The reward of the same weights is `evaluation_last`; a rollout never replays."""
+    if not config.evaluation.prompts:
+        return {}
+    temperature, wanted = config.rollout.sampling.temperature, MODES[config.router_replay.arm].in_old_pass
+    sample, batch = prompts.sample(rollout, prompts.held_out(), derive_seed(config.seed, "evaluation"), group_size=1)
+    mu, mask = measure.rollout_logprobs(batch, sample), batch.response_mask
+    native = planner.look(trainer, batch, config.steps, temperature)
+    row = {"deployment_k3_native": k3(native.logprobs, mu, mask), "deployment_k3_replayed": None}
+    if wanted == "rollout":
+        replay = planner.plan(sample.trace, batch, config.steps, native)
+        replayed = trainer.logprobs(batch, temperature=temperature, replay=replay)
+        row["deployment_k3_replayed"] = k3(replayed.logprobs, mu, mask)
+    return row
 
 
 def _noise_floor(
@@ -381,16 +427,20 @@ def _require_identity(new: torch.Tensor, old: torch.Tensor) -> None:
         )
 
 
-def _resume(store: RunStore, trainer: Trainer) -> tuple[int, list[measure.Row], list[measure.Row], measure.Row]:
-    """Load the newest checkpoint: finished steps, both tables up to there, and the facts of the summary so far."""
+def _resume(
+    store: RunStore, trainer: Trainer, planner: Planner
+) -> tuple[int, list[measure.Row], list[measure.Row], list[ReplayDiagnostics], measure.Row]:
+    """Load the newest checkpoint: finished steps, the tables up to there, and the facts of the summary so far."""
     found = store.latest_checkpoint()
     if found is None:
-        return 0, [], [], {}
+        return 0, [], [], [], {}
     step, folder = found
     trainer.load(folder)
     state = json.loads((folder / "state.json").read_text())
     logger.info("%s continues after step %d", store.path.name, step)
-    return step, state["rows"], state["paired"], state["facts"]
+    planner.restore(state["planner"])
+    records = [ReplayDiagnostics.model_validate(record) for record in state["replay"]]
+    return step, state["rows"], state["paired"], records, state["facts"]
 
 
 def _due(config: JobConfig, step: int, every: int) -> bool:
@@ -421,6 +471,10 @@ def _summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: measure.
     def largest(column: str) -> float | None:
         return None if values(column).empty else float(values(column).max())
 
+    def smallest(*columns: str) -> float | None:
+        seen = [float(values(c).min()) for c in columns if not values(c).empty]
+        return min(seen) if seen else None
+
     tokens = "mismatch/rollout_old/tokens"
     times = [c for c in table if str(c).startswith("time/")]
     return {
@@ -429,7 +483,13 @@ def _summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: measure.
         "policy": config.router_replay.policy,
         "unit": config.router_replay.unit,
         "budget": config.router_replay.budget,
-        "nominal": mean("replay/update/nominal"),
+        "score": config.router_replay.score.estimator if "score" in Planner(config.router_replay).needs else None,
+        "nominal": mean("replay/nominal"),
+        "binding": mean("replay/binding"),
+        "target_shift": mean("replay/target_shift", tokens),
+        "executed_equals_resolved": smallest(
+            "replay/old/executed_equals_resolved", "replay/update/executed_equals_resolved"
+        ),
         "rollout_engine": config.rollout.engine,
         "trainer_engine": config.trainer.engine,
         "seed": config.seed,

@@ -6,7 +6,7 @@ mismatch/old_new/             the updates against the old pass
 mismatch/rollout_new/         the updates against the rollout
 paired/{none,R3}/rollout_old/ the same tokens scored natively and under full R3, whatever the run's own mode
 agreement/rollout_native/     routes of the rollout against a forward without any replay (native_free)
-replay/                       planned, binding and missing routes of the old pass and the updates
+replay/                       what replay did: the columns of a ReplayDiagnostics record
 noise_floor/                  each engine against itself
 """
 
@@ -18,9 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rar_lib.engines.base import LogprobResult, Replay, RolloutResult, TokenBatch, UpdateResult
+from rar_lib.config import JobConfig
+from rar_lib.engines.base import NOTHING_FORCED, LogprobResult, Replay, RolloutResult, TokenBatch, UpdateResult
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import k3_terms, mismatch
+from rar_lib.metrics.replay import binding_share, drift, forced_routers, target_shift
+from rar_lib.replay.counts import PassCounts
+from rar_lib.replay.diagnostics import PassDiagnostics, ReplayDiagnostics, ScoreDiagnostics
+from rar_lib.replay.resolve import resolve_biased
+from rar_lib.replay.scores import ExpertScore, Stability
+from rar_lib.traces.trace import RouteTrace, Status
 
 Row = dict[str, Any]
 TAU = 2.0
@@ -114,36 +121,123 @@ def agreement_row(sample: RolloutResult, native: LogprobResult) -> Row:
     return {**compared.scalars(prefix), **by_layer}
 
 
-def replay_row(
+def replay_diagnostics(
+    config: JobConfig,
+    step: int,
     sample: RolloutResult,
-    old: LogprobResult,
-    old_replay: Replay | None,
-    updates: Sequence[tuple[torch.Tensor, UpdateResult]],
-    update_replay: Replay | None,
-) -> Row:
-    """Coverage of the rollout's record, and how much of it was planned and bound in each pass; zeros without replay.
+    old: tuple[LogprobResult, Replay | None],
+    updates: tuple[Sequence[UpdateResult], Replay | None],
+    mask: torch.Tensor,
+    *,
+    native: LogprobResult | None = None,
+    native_after: LogprobResult | None = None,
+    score: ExpertScore | None = None,
+) -> ReplayDiagnostics:
+    """What replay did in a step.
 
-    nominal: planned over valid units. forced_routers: share of the recorded cells whose executed set differs from
-    `native_local`, the live choice inside the replayed forward.
+    Args:
+        config: of the run.
+        step: number of the step.
+        sample: the rollout.
+        old: the old pass and what it replayed.
+        updates: the updates of the batch and what they replayed.
+        mask: `[S, T]`, response tokens.
+        native: a forward without replay at the weights that sampled; without it, what compares with it is null.
+        native_after: the same after the updates.
+        score: of the plan.
     """
-    coverage = sample.trace.coverage()
-    forced, changed = (sum(getattr(u.counts, name) for _, u in updates) for name in ("forced_units", "changed_cells"))
+    replay = updates[1]
+    free = None if native is None else native.trace
+    record: dict[str, Any] = {
+        "policy": None,
+        "unit": None,
+        "seed": config.router_replay.seed,
+        "valid": 0,
+        "budget": 0,
+        "nominal": 0.0,
+    }
+    if replay is not None:
+        plan = replay.plan
+        record |= {
+            "policy": plan.policy, "unit": plan.unit, "requested": None if plan.requested is None else str(plan.requested),
+            "valid": plan.valid, "budget": plan.budget, "nominal": plan.nominal, "trace_digest": plan.trace_digest,
+            "bias": None if plan.bias is None else float(plan.bias.max()), "planned_by_layer": _by_layer(plan.planned),
+        }  # fmt: skip
+        if free is not None:
+            record |= _binding(replay, free)
+            if native_after is not None and native_after.trace is not None:
+                moved = drift(free.experts, native_after.trace.experts, plan.planned, free.recorded)
+                record |= {"drift_planned": moved[0], "drift_unplanned": moved[1]}
+    if score is not None:
+        stable = score.stability or Stability(None, None, None)
+        record["score"] = ScoreDiagnostics(
+            id=score.id, unscored=score.unscored, tokens=score.tokens, spearman=stable.spearman,
+            null_low=stable.null_low, null_high=stable.null_high,
+        )  # fmt: skip
+    counts = NOTHING_FORCED
+    for update in updates[0]:
+        counts = counts + update.counts
+    return ReplayDiagnostics(
+        step=step,
+        mode=config.router_replay.arm,
+        missing=int((sample.trace.status == Status.MISSING).sum()) if sample.trace.status.ndim == 2 else
+        int((sample.trace.status == Status.MISSING).sum()) * sample.trace.header.num_layers,
+        target_shift=None if native is None else target_shift(old[0].logprobs, native.logprobs, mask),
+        old=_pass(old[0].counts, old[1]),
+        update=_pass(counts, replay),
+        **record,
+    )  # fmt: skip
+
+
+def _pass(counts: PassCounts, replay: Replay | None) -> PassDiagnostics:
+    if replay is None:
+        return PassDiagnostics(forced_routers_native_local=0.0)
+    cells, recorded = counts.cells, int(replay.trace.recorded.sum())
+    return PassDiagnostics(
+        nominal=counts.forced_units / max(1, replay.plan.valid),
+        forced_routers_native_local=counts.changed_cells / max(1, recorded),
+        fidelity=counts.kept / (cells * replay.trace.header.top_k) if cells else None,
+        regret=counts.regret / cells if cells and counts.regret is not None else None,
+        executed_equals_resolved=counts.executed_equals_resolved,
+        router_gradient_forced=counts.router_gradient("forced"),
+        router_gradient_free=counts.router_gradient("free"),
+    )
+
+
+def _by_layer(planned: np.ndarray) -> list[int]:
+    return planned.sum(tuple(axis for axis in range(planned.ndim) if axis != 1)).tolist()
+
+
+def _binding(replay: Replay, free: RouteTrace) -> Row:
+    """Binding share against native_free, in all and by layer."""
+    trace = replay.trace
+    layers = range(trace.header.num_layers)
     return {
-        "replay/coverage": coverage["recorded"],
-        "replay/missing": coverage["missing"],
-        "replay/old/nominal": _nominal(old.counts.forced_units, old_replay),
-        "replay/old/forced_routers_native_local": _share(old.counts.changed_cells, old_replay),
-        "replay/update/nominal": _nominal(forced, update_replay),
-        "replay/update/forced_routers_native_local": _share(changed, update_replay),
+        "binding": plan_binding(replay, free),
+        "binding_by_layer": [plan_binding(replay, free, slice(i, i + 1)) for i in layers],
     }
 
 
-def _share(cells: int, replay: Replay | None) -> float:
-    return cells / max(1, int(replay.trace.recorded.sum())) if replay is not None else 0.0
+def plan_binding(replay: Replay, free: RouteTrace, layers: slice = slice(None)) -> float | None:
+    """Planned units whose route is not native anyway, over the valid units; for unit bias, cells that λ would change.
 
-
-def _nominal(units: int, replay: Replay | None) -> float:
-    return units / max(1, replay.plan.valid) if replay is not None else 0.0
+    Args:
+        replay: record and plan.
+        free: routes of a forward without replay; for unit bias with its scores, else the answer is None.
+        layers: columns to look at.
+    """
+    plan, recorded, native = replay.plan, replay.trace.experts[:, layers], free.experts[:, layers]
+    known = (replay.trace.recorded & free.recorded)[:, layers]
+    if plan.bias is None:
+        return binding_share(plan.planned[:, layers], recorded, native, known)
+    if free.scores is None:
+        return None
+    used = native.astype(np.int64)
+    for column, bias in enumerate(plan.bias[layers]):
+        rows = [torch.from_numpy(ids[:, column].astype(np.int64)) for ids in (recorded, native)]
+        planned, scores = torch.from_numpy(known[:, column]), torch.from_numpy(free.scores[:, layers][:, column])
+        used[:, column] = resolve_biased(rows[0], planned, scores, rows[1], torch.from_numpy(bias)).numpy()
+    return forced_routers(native, used, known)
 
 
 def update_row(updates: Sequence[tuple[torch.Tensor, UpdateResult]], tokens: int) -> Row:

@@ -92,7 +92,7 @@ def test_every_flat_name_reaches_a_field() -> None:
         "precision": "native",
         "rollout_dtype": "float32",
     }
-    values |= {"trainer_dtype": "bfloat16"}
+    values |= {"trainer_dtype": "bfloat16", "routes": "uniform", "unit": "slot", "score": "swap"}
     numbers = dict.fromkeys(("router_noise", "temperature", "clip_low", "clip_high", "lr"), 0.5)
     given: dict[str, Any] = values | numbers | {n: 16 for n in FLAT_NAMES if n not in values and n not in numbers}
     hf = JobConfig.from_flat(engine="hf")

@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "seeding", "config", "traces", "metrics", "progress"},
     {"replay", "tasks", "checkpoint"},
     {"engines", "rl", "figures"},
-    {"measure", "job", "runs", "arms"},
+    {"measure", "planner", "job", "runs", "arms"},
     {"cli", "__main__"},
 ]
 

@@ -169,8 +169,8 @@ def test_another_config_is_another_run(tmp_path: Path) -> None:
 def test_a_plan_in_one_pass_only_fails_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = Mode("R3", in_old_pass="rollout", in_updates=None)
     monkeypatch.setitem(modes.MODES, "R3", half)
-    with pytest.raises(ReplayError, match="did not replay the same routes"):
-        run_job(small("R3"), runs_dir=tmp_path, show="none")
+    with pytest.raises(ReplayError, match="did not replay the same routes"):  # noise, so that routes surely differ
+        run_job(small("R3", "rollout.router_noise=0.05"), runs_dir=tmp_path, show="none")
     assert not list(tmp_path.glob("*/summary.json"))
 
 
@@ -312,7 +312,7 @@ def test_diagnostics_off_leaves_losses_and_tokens_as_they_are(
     arm: str, runs: dict[str, RunResult], tmp_path: Path
 ) -> None:
     bare = run_job(small(arm, "diagnostics.enabled=false"), runs_dir=tmp_path, show="none")
-    columns = list(numbers(bare.metrics).columns)
+    columns = list(numbers(bare.metrics).dropna(axis=1, how="all").columns)
     assert "update/loss" in columns
     assert not [c for c in columns if c.startswith(("paired/", "agreement/", "noise_floor/"))]
     pd.testing.assert_frame_equal(bare.metrics[columns], runs[arm].metrics[columns], check_exact=True)

@@ -42,8 +42,8 @@ class RouteCollector:
         optional = {}
         for name, seen in self._beside[0].items():
             values = torch.zeros(*ids.shape[:3], *seen.shape[3:])
-            for (rows, _), part in zip(self._parts, self._beside, strict=True):
-                values[rows] = part[name][:, : ids.shape[1]].float()
+            for (rows, _), beside in zip(self._parts, self._beside, strict=True):
+                values[rows] = beside[name][:, : ids.shape[1]].float()
             optional[name] = values[inside].numpy()
         position = torch.arange(ids.shape[1])[None, :]
         status = torch.where(position == batch.lengths[:, None] - 1, Status.LAST.value, Status.RECORDED.value)

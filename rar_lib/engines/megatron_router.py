@@ -55,6 +55,7 @@ def point_router() -> type:
         def __init__(self, config: Any, pg_collection: Any = None) -> None:
             refuse_unreplayable(config)
             super().__init__(config=config, pg_collection=pg_collection)
+            self._logits: torch.Tensor | None = None
 
         def gating(self, input: torch.Tensor) -> torch.Tensor:
             # Megatron's own asks for Transformer Engine's GEMM; the router dtype is kept as it keeps it.
@@ -70,7 +71,7 @@ def point_router() -> type:
             point = self.router_replay
             if point.watched:
                 point.executed(routing_map)
-            if point.taps:
+            if point.taps and self._logits is not None:
                 point.picked(self._logits)
                 self._logits = None  # it holds the graph
             return probs, routing_map

@@ -56,6 +56,7 @@ class Seen:
     logits: torch.Tensor | None = None  # [..., E]
     ids: torch.Tensor | None = None  # [rows, K]
     runner_up: torch.Tensor | None = None  # [rows] expert, -1 where there is none
+    gaps: torch.Tensor | None = None  # [rows, K]
     x: torch.Tensor | None = None  # [rows, H]
     gates: torch.Tensor | None = None  # [rows, K] or, over all experts, [rows, E]
     output: torch.Tensor | None = None  # [..., H]
@@ -95,8 +96,10 @@ class Taps:
 
     def _select(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if "swap" in self.request.estimators:
-            best = scores.detach().scatter(1, ids, -torch.inf).max(-1)
-            self.seen[point.layer].runner_up = torch.where(best.values.isneginf(), -1, best.indices)
+            seen, ranked = self.seen[point.layer], scores.detach()
+            best = ranked.scatter(1, ids, -torch.inf).max(-1)
+            seen.runner_up = torch.where(best.values.isneginf(), -1, best.indices)
+            seen.gaps = ranked.gather(1, ids) - best.values[:, None]
         return ids
 
     def _listen(self, point: SelectionPoint, logits: torch.Tensor, ids: torch.Tensor) -> None:
@@ -120,7 +123,7 @@ class Taps:
         gradients = torch.autograd.grad(likelihood, nodes)  # type: ignore[arg-type]
         with torch.no_grad():
             pieces = [
-                self._layer(point, block, seen, *gradients[3 * i : 3 * i + 3], rows)
+                self._layer(point, block, seen, gradients[3 * i : 3 * i + 3], rows)
                 for i, (point, block, seen) in enumerate(zip(self.points, self.blocks, layers, strict=True))
             ]
         exact = [piece.pop("exact") for piece in pieces if "exact" in piece]
@@ -133,8 +136,9 @@ class Taps:
             for name in pieces[0]
         }
         self._parts.append((rows, {name: values.cpu() for name, values in stacked.items()}))
-        for seen in layers:  # they hold the graph
-            seen.logits = seen.gates = seen.output = seen.x = None
+        for point, seen in zip(self.points, layers, strict=True):
+            seen.logits = seen.gates = seen.output = seen.x = None  # they hold the graph
+            point.begin()  # what comes next is another micro-batch
 
     def _resampled(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """ℓ of tokens drawn at the same contexts; a draw depends on seed, sequence and position alone."""
@@ -152,17 +156,18 @@ class Taps:
         point: SelectionPoint,
         block: Block,
         seen: Seen,
-        logit_grad: torch.Tensor,
-        gate_grad: torch.Tensor,
-        u: torch.Tensor,
+        gradients: Sequence[torch.Tensor],
         rows: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """The signals of one layer, by row of its forward."""
+        """The signals of one layer, by row of its forward; gradients are those of logits, gates and output."""
+        logit_grad, gate_grad, u = gradients
         ids, gates, x = seen.ids, seen.gates, seen.x
-        assert ids is not None and gates is not None and x is not None
+        assert ids is not None
+        assert gates is not None
+        assert x is not None
         if gates.shape[-1] != ids.shape[-1]:
             gates, gate_grad = gates.gather(1, ids), gate_grad.gather(1, ids)
-        g, x, u = gates.float(), x.reshape(len(ids), -1).float(), u.reshape(len(ids), -1).float()
+        g, x, u = gates.detach().float(), x.reshape(len(ids), -1).float(), u.reshape(len(ids), -1).float()
         out = {
             "gates": g,
             "logit_grad": logit_grad.reshape(-1, point.num_experts).gather(1, ids).float(),
@@ -171,6 +176,8 @@ class Taps:
         wanted = self.request.estimators
         if "swap" in wanted:
             assert seen.runner_up is not None
+            assert seen.gaps is not None
+            out["gaps"] = seen.gaps.float()
             value = torch.full((len(ids),), torch.nan)
             for expert in seen.runner_up.unique().tolist():
                 if expert >= 0:
@@ -228,8 +235,8 @@ class Taps:
             packed[name] = values[inside].numpy()
         if self._exact:
             exact = torch.zeros(len(self.batch), *self._exact[0].shape[1:])
-            for (rows, _), part in zip(self._parts, self._exact, strict=True):
-                exact[rows] = part.clamp_min(0)  # a sum of squares; rounding can leave it a hair below
+            for (rows, _), norms in zip(self._parts, self._exact, strict=True):
+                exact[rows] = norms.clamp_min(0)  # a sum of squares; rounding can leave it a hair below
             packed["exact"] = exact.numpy()
         name = self.request.labels + ("" if self.temperature == 1 else f", temperature {self.temperature:g}")
         return RouteSignals(labels=name, **packed)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from rar_lib.metrics.agreement import overlap
+from rar_lib.metrics.mismatch import Array, k3
 
 
 def binding_share(planned: np.ndarray, recorded: np.ndarray, native: np.ndarray, known: np.ndarray) -> float | None:
@@ -75,3 +76,55 @@ def efficiency(k3_none: float, k3_plan: float, k3_full: float, noise_floor: floa
     """(k3_none - k3_plan) / (k3_none - k3_R3): 0 at none, 1 at R3; None where the difference is inside the noise floor."""
     span = k3_none - k3_full
     return (k3_none - k3_plan) / span if abs(span) > noise_floor else None
+
+
+def target_shift(replayed: Array, native: Array, mask: Array) -> float | None:
+    """k3 of the replayed policy against the native one at the same θ, 0 for none: the bias that replay buys.
+
+    Args:
+        replayed, native: `[S, T]` log-probs of the same tokens, in nats.
+        mask: `[S, T]` bool, response tokens. They were drawn by the rollout, so this is a mean over its tokens and no
+            estimate of a divergence between the two.
+    """
+    return k3(replayed, native, mask)
+
+
+def drift(
+    before: np.ndarray, after: np.ndarray, planned: np.ndarray, known: np.ndarray
+) -> tuple[float | None, float | None]:
+    """Share of cells whose native_free set differs between θ_old and θ: (planned cells, all other known cells).
+
+    Replay that holds back what it forces shows here: less drift on planned cells than a random plan of the same size has.
+
+    Args:
+        before, after: `[N, L, K]` ids of forwards without replay.
+        planned: bool `[N, L]`, or `[N, L, K]`, where a cell counts if any of its slots is planned.
+        known: bool `[N, L]`.
+    """
+    cells = planned.any(-1) if planned.ndim == 3 else planned
+    changed = overlap(before, after) < before.shape[-1]
+
+    def share(where: np.ndarray) -> float | None:
+        return float(changed[where].mean()) if where.any() else None
+
+    return share(cells & known), share(~cells & known)
+
+
+def verdict(
+    residual: float,
+    noise_floor: float,
+    shift: float,
+    shift_of_random: float,
+    drift_planned: float | None = None,
+    drift_planned_of_random: float | None = None,
+) -> str:
+    """What a policy is, by rule: `too weak`, `too restrictive`, both, or `neither`.
+
+    Too weak: the mismatch that is left (k3 of rollout/old under the plan) is above the noise floor. Too restrictive: the
+    target shift is above that of the random control at the same budget, or the drift of planned cells is below it.
+    """
+    weak = residual > noise_floor
+    held = drift_planned is not None and drift_planned_of_random is not None and drift_planned < drift_planned_of_random
+    restrictive = shift > shift_of_random or held
+    names = [name for name, true in (("too weak", weak), ("too restrictive", restrictive)) if true]
+    return " and ".join(names) or "neither"

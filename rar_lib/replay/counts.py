@@ -36,8 +36,8 @@ class PassCounts:
     free_slots: int = 0
 
     def __add__(self, other: PassCounts) -> PassCounts:
-        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return PassCounts(**{name: None if None in pair else sum(pair) for name, pair in pairs.items()})
+        pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return PassCounts(*(None if None in pair else sum(pair) for pair in pairs))  # type: ignore[arg-type]
 
     @property
     def executed_equals_resolved(self) -> float | None:

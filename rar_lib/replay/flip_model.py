@@ -52,12 +52,16 @@ class FlipModel:
     def coefficients(self) -> tuple[float, float]:
         """(intercept, slope) of logit P = intercept + slope · log margin, by Newton's method with a small ridge.
 
+        With no flip at all, or nothing but flips, there is no slope to see: it is 0 and P is (flips + 1/2)/(cells + 1).
+
         Raises:
-            ReplayError: if nothing was seen, or only flips or no flips at all.
+            ReplayError: if nothing was seen.
         """
-        n, k = self.cells.sum(), self.flips.sum()
+        n, k = int(self.cells.sum()), int(self.flips.sum())
+        if n == 0:
+            raise ReplayError("flip model: expected cells of earlier batches, found none")
         if not 0 < k < n:
-            raise ReplayError(f"flip model: expected batches with flips and without, found {k} flips in {n} cells")
+            return float(np.log((k + 0.5) / (n - k + 0.5))), 0.0
         x = np.stack([np.ones(len(CENTRES)), (CENTRES - CENTRES.mean()) / 10], 1)
         beta = np.array([np.log(k / (n - k)), 0.0])
 
@@ -81,9 +85,11 @@ class FlipModel:
 
     def probability(self, margins: np.ndarray) -> np.ndarray:
         """P(flip) of margins of any shape, float64; 0 where the margin is infinite."""
-        intercept, slope = self.coefficients()
         out = np.zeros(np.shape(margins))
         finite = np.isfinite(margins)
+        if not finite.any():
+            return out
+        intercept, slope = self.coefficients()
         z = intercept + slope * CENTRES[_bins(np.asarray(margins)[finite])]
         out[finite] = 1 / (1 + np.exp(-z))
         return out

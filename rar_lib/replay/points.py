@@ -161,7 +161,8 @@ def _in_backward() -> bool:
 def _gather(
     scores: torch.Tensor, values: torch.Tensor, native: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return (values, native) if ids is native else (scores.gather(-1, ids), ids)
+    # With a graph always gathered, so that a forward and its recompute, which is told its ids, save the same tensors.
+    return (values, native) if ids is native and not torch.is_grad_enabled() else (scores.gather(-1, ids), ids)
 
 
 class _InterceptTopK(TorchFunctionMode):

@@ -63,6 +63,7 @@ class RouteSignals:
         logit_grad: `[N, L, K]` ∂ℓ/∂z_e of the active experts.
         gate_grad: `[N, L, K]` a_e.
         runner_up: `[N, L]` a_r of the first rejected expert; NaN where there is none.
+        gaps: `[N, L, K]` score of each active expert less that of the first rejected; infinite where there is none.
         input_sq, output_grad_sq: `[N, L]` ‖x‖² (+1 for experts with biases) and ‖u‖².
         hidden_sq, pre_grad_sq: `[N, L, K]` ‖m‖² (+1 with biases) of the expert's inner activation, and ‖∂ℓ/∂(W_1 x)‖².
         exact: `[S, L, E]` squared norm of ∂ℓ/∂θ_e per sequence.
@@ -73,6 +74,7 @@ class RouteSignals:
     logit_grad: np.ndarray
     gate_grad: np.ndarray
     runner_up: np.ndarray | None = None
+    gaps: np.ndarray | None = None
     input_sq: np.ndarray | None = None
     output_grad_sq: np.ndarray | None = None
     hidden_sq: np.ndarray | None = None

@@ -1,10 +1,11 @@
 """The run folder: one experiment, found by what it computes, resumable, complete when its summary is there.
 
-    data/runs/<arm>-seed<seed>-<hash>/
+    data/runs/<arm>[-<policy>]-seed<seed>-<hash>/
         config.json          the resolved config, with the digests of checkpoint and task
         environment.json     versions, threads, machine kind, git revision
         metrics.parquet      a row a step
         paired.parquet       a row a step and prompt: sums of k3 under none and under R3 on the same tokens
+        replay.jsonl         a line a step: what replay did (replay/diagnostics.py, data/schema/)
         traces/              route traces of some steps
         checkpoints/         trainer state; the newest two are kept
         summary.json         written last: its presence means that the run is complete
@@ -35,6 +36,7 @@ import rar_lib
 from rar_lib.checkpoint import DATA_DIR
 from rar_lib.config import JobConfig
 from rar_lib.errors import RunError
+from rar_lib.replay.diagnostics import ReplayDiagnostics, from_lines, to_lines
 
 RUNS_DIR = DATA_DIR / "runs"
 KEEP_CHECKPOINTS = 2
@@ -54,10 +56,12 @@ def identity(config: JobConfig, digests: dict[str, str]) -> dict[str, Any]:
 
 
 def run_id(config: JobConfig, digests: dict[str, str]) -> str:
-    """Name of a run: arm, seed and a hash of its identity."""
+    """Name of a run: arm, policy of its routes unless full, seed and a hash of its identity."""
     content = json.dumps(identity(config, digests), sort_keys=True)
     digest = hashlib.sha256(content.encode()).hexdigest()[:12]
-    return f"{config.router_replay.arm}-seed{config.seed}-{digest}"
+    wanted = config.router_replay
+    policy = "" if wanted.arm == "none" or wanted.policy == "full" else f"-{wanted.policy}"
+    return f"{wanted.arm}{policy}-seed{config.seed}-{digest}"
 
 
 class RunStore:
@@ -127,8 +131,19 @@ class RunStore:
         """The table of steps and prompts so far."""
         return read_table(self.path / "paired.parquet")
 
-    def write_tables(self, metrics: list[dict[str, Any]], paired: list[dict[str, Any]]) -> None:
-        """Replace both tables.
+    def replay(self) -> list[ReplayDiagnostics]:
+        """What replay did in each step so far; validated.
+
+        Raises:
+            ReplayError: for a line that the schema refuses.
+        """
+        path = self.path / "replay.jsonl"
+        return from_lines(path.read_text(), str(path)) if path.exists() else []
+
+    def write_tables(
+        self, metrics: list[dict[str, Any]], paired: list[dict[str, Any]], replay: list[ReplayDiagnostics]
+    ) -> None:
+        """Replace the tables.
 
         Raises:
             RunError: if they cannot be written; the tables of the step before stay.
@@ -136,6 +151,7 @@ class RunStore:
         with self._writing():
             write_table(self.path / "metrics.parquet", pd.DataFrame(metrics))
             write_table(self.path / "paired.parquet", pd.DataFrame(paired))
+            write_text(self.path / "replay.jsonl", to_lines(replay))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -189,8 +205,13 @@ class RunStore:
 
 def write_json(path: Path, value: Any) -> None:
     """Write beside, then rename."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside, then rename."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    partial.write_text(text)
     partial.replace(path)
 
 

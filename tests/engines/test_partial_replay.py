@@ -17,7 +17,8 @@ from rar_lib.errors import ReplayError
 from rar_lib.metrics.mismatch import k3
 from rar_lib.replay import replaying
 from rar_lib.replay.plan import full_plan
-from rar_lib.replay.policies import Candidates, make_plan
+from rar_lib.replay.policies import make_plan
+from rar_lib.replay.policy import Candidates
 from rar_lib.rl.objectives import grpo_loss
 from tests.conftest import Sampled
 from tests.replay.families import FAMILIES

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from rar_lib.metrics import replay as m
 from rar_lib.metrics.agreement import agreement
-from rar_lib.replay.policies import Candidates, make_plan
+from rar_lib.replay.policies import make_plan
+from rar_lib.replay.policy import Candidates
 from rar_lib.replay.resolve import resolve
 from rar_lib.traces.synthetic import synthetic
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -22,11 +22,14 @@ from rar_lib.replay.budget import (
     uniform_from,
     unit_keys,
 )
+from rar_lib.replay.flip_model import FlipModel
 from rar_lib.replay.plan import ReplayPlan
-from rar_lib.replay.policies import POLICIES, Candidates, get_policy, make_plan, require_policy
+from rar_lib.replay.policies import POLICIES, get_policy, make_plan, require_policy
+from rar_lib.replay.policy import Candidates
+from rar_lib.replay.scores import ExpertScore, RouteSignals
 from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
 
-MATCHED = [name for name in POLICIES if get_policy(name).matched]
+MATCHED = [name for name in POLICIES if get_policy(name).budget == "matched"]
 PAIRS = [(name, unit) for name in MATCHED for unit in get_policy(name).units]
 SHARES = [Fraction(0), Fraction(1, 20), Fraction(1, 10), Fraction(1, 4), Fraction(1, 2), Fraction(1)]
 
@@ -51,8 +54,27 @@ def traces(
 
 
 def candidates(seed: int = 0, **sizes: Any) -> Candidates:
+    """Everything that any policy looks at: routes, margins, scores of cells, signals and P(flip)."""
     record, native = traces(seed, **sizes)
-    return Candidates(record, [f"sample-{i}" for i in range(record.num_sequences)], 7, 3, native)
+    rng = np.random.default_rng(seed + 1)
+    shape, header = record.experts.shape, record.header
+    values = rng.random((header.num_layers, header.num_experts))
+    values[0, 0] = -np.inf  # a cell without routes in the planning pass
+    score = ExpertScore(values, np.ones_like(values), "gate", "per_route", "rollout", 1.0)
+    gates, a = rng.random(shape, np.float32), rng.normal(size=shape).astype(np.float32)
+    gaps = np.sort(rng.random(shape, np.float32), -1)[..., ::-1]
+    signals = RouteSignals("rollout", gates, a, a, rng.normal(size=shape[:2]).astype(np.float32), gaps)
+    earlier = rng.random((100, 3))
+    flips = FlipModel.empty().seen(earlier, rng.random((100, 3)) > earlier, np.ones((100, 3), bool))
+    names = [f"sample-{i}" for i in range(record.num_sequences)]
+    return Candidates(record, names, 7, 3, native, score, signals, flips)
+
+
+def selected(signals: RouteSignals, trace: RouteTrace, order: Any) -> RouteSignals:
+    """Signals of some of the sequences."""
+    rows = np.concatenate([np.arange(trace.offsets[i], trace.offsets[i + 1]) for i in order])
+    arrays = {f.name: getattr(signals, f.name) for f in fields(signals)}
+    return RouteSignals(**{n: v[rows] if isinstance(v, np.ndarray) else v for n, v in arrays.items()})
 
 
 def cells(plan: ReplayPlan, trace: RouteTrace, uids: list[str]) -> set[Any]:
@@ -162,9 +184,11 @@ def test_batch_order_slot_order_and_sharding_change_no_plan(pair: Any, seed: int
     uids = list(seen.uids)
     plan = cells(make_plan(name, seen, unit, share), seen.trace, uids)
     order = np.random.default_rng(seed).permutation(4)
+    assert seen.signals is not None
     moved = replace(
-        seen, trace=seen.trace.select(order), native=seen.native.select(order), uids=[uids[i] for i in order]
-    )
+        seen, trace=seen.trace.select(order), native=seen.native.select(order), uids=[uids[i] for i in order],
+        signals=selected(seen.signals, seen.trace, order),
+    )  # fmt: skip
     assert cells(make_plan(name, moved, unit, share), moved.trace, list(moved.uids)) == plan
     turned = replace(seen, trace=replace(seen.trace, experts=np.ascontiguousarray(seen.trace.experts[..., ::-1])))
     assert cells(make_plan(name, turned, unit, share), turned.trace, uids) == plan

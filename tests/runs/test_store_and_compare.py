@@ -43,7 +43,7 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_complete_means_summary(tmp_path: Path) -> None:
     store = RunStore(tmp_path, CONFIG, DIGESTS)
-    store.write_tables([{"step": 0, "x": None}], [])
+    store.write_tables([{"step": 0, "x": None}], [], [])
     assert not store.complete
     store.finish({"reward": 1.0})
     assert store.complete

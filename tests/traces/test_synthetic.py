@@ -9,7 +9,8 @@ import pytest
 
 from rar_lib.errors import TraceError
 from rar_lib.metrics.agreement import agreement, flip_clustering
-from rar_lib.replay.policies import Candidates, make_plan
+from rar_lib.replay.policies import make_plan
+from rar_lib.replay.policy import Candidates
 from rar_lib.traces.synthetic import synthetic
 
 

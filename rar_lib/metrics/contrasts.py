@@ -1,0 +1,127 @@
+"""Contrasts between replay policies, paired on the same tokens, with intervals that resample prompts.
+
+Every arm scored the same tokens, so a draw of prompts gives one efficiency for each arm and their difference at once:
+
+    replay at all   E(random at the smallest β)                       what any replay does
+    budget          slope of E(random) in β                           what more of it does
+    choice          E(policy, β) - E(random, β)                       what choosing does
+    what is left    1 - E(policy, β)                                  R3 less the policy
+
+E = (k3_none - k3_arm) / (k3_none - k3_R3): 0 at none, 1 at R3. A prompt of one checkpoint and one rollout is one cluster; the
+draws are stratified by checkpoint, so that each keeps its number of prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+NONE, FULL = "none", "full"
+
+
+@dataclass(frozen=True, eq=False)
+class Efficiencies:
+    """Efficiency of every arm and its bootstrap draws.
+
+    Attributes:
+        value: arm -> E on all prompts.
+        draws: arm -> `[B]` E in each draw; NaN where none and R3 do not differ in it.
+    """
+
+    value: dict[str, float]
+    draws: dict[str, np.ndarray]
+
+    def interval(self, values: np.ndarray) -> tuple[float, float]:
+        """95 % percentile interval of draws; undefined ones are left out."""
+        known = values[np.isfinite(values)]
+        low, high = np.percentile(known, [2.5, 97.5]) if known.size else (np.nan, np.nan)
+        return float(low), float(high)
+
+    def difference(self, a: str, b: str) -> dict[str, float]:
+        """E(a) - E(b) with its interval: difference, low, high."""
+        low, high = self.interval(self.draws[a] - self.draws[b])
+        return {"difference": self.value[a] - self.value[b], "low": low, "high": high}
+
+    def table(self) -> pd.DataFrame:
+        """arm, efficiency, low, high."""
+        rows = []
+        for arm, value in self.value.items():
+            low, high = self.interval(self.draws[arm])
+            rows.append({"arm": arm, "efficiency": value, "low": low, "high": high})
+        return pd.DataFrame(rows)
+
+
+def efficiencies(by_prompt: pd.DataFrame, *, resamples: int = 2000, seed: int = 0) -> Efficiencies:
+    """Efficiencies from sums of k3 by prompt.
+
+    Args:
+        by_prompt: a row an arm and prompt: `arm`, `prompt`, `k3_sum`, and `checkpoint` if there are several. Arms `none` and
+            `full` are among them, and every arm has every prompt.
+        resamples: draws.
+        seed: of the draws.
+
+    Raises:
+        ValueError: if an arm lacks a prompt that another has, or none and full are missing.
+    """
+    table = by_prompt if "checkpoint" in by_prompt else by_prompt.assign(checkpoint="")
+    wide = table.pivot_table(index=["checkpoint", "prompt"], columns="arm", values="k3_sum", aggfunc="sum")
+    if wide.isna().any().any() or not {NONE, FULL} <= set(wide.columns):
+        raise ValueError("contrasts: expected arms none and full, and every prompt in every arm")
+    strata = wide.index.get_level_values("checkpoint")
+    rng = np.random.default_rng(seed)
+    weights = np.zeros((resamples, len(wide)))
+    for name in strata.unique():
+        places = np.flatnonzero(strata == name)
+        weights[:, places] = rng.multinomial(len(places), np.full(len(places), 1 / len(places)), resamples)
+    sums = {arm: (weights @ wide[arm].to_numpy(float)) for arm in wide.columns}
+    totals = {arm: float(wide[arm].sum()) for arm in wide.columns}
+    span, spans = totals[NONE] - totals[FULL], sums[NONE] - sums[FULL]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = {arm: (totals[NONE] - totals[arm]) / span if span else np.nan for arm in totals}
+        draws = {arm: np.where(spans != 0, (sums[NONE] - sums[arm]) / spans, np.nan) for arm in sums}
+    return Efficiencies(value, draws)
+
+
+def slope(found: Efficiencies, arms: Mapping[float, str]) -> dict[str, float]:
+    """Least-squares slope of E in β over several arms of one policy: slope, low, high.
+
+    Args:
+        found: efficiencies of all arms.
+        arms: β -> arm.
+    """
+    beta = np.array(list(arms))
+    centred = beta - beta.mean()
+    weights = centred / (centred**2).sum()
+    low, high = found.interval(sum(w * found.draws[arm] for w, arm in zip(weights, arms.values(), strict=True)))
+    value = sum(w * found.value[arm] for w, arm in zip(weights, arms.values(), strict=True))
+    return {"slope": float(value), "low": low, "high": high}
+
+
+def at_equal_binding(
+    found: Efficiencies, binding: Mapping[str, float], arms: Mapping[str, Sequence[str]], share: float
+) -> dict[str, np.ndarray]:
+    """E of each policy at one binding share, linearly between its arms, from (0, 0) to full replay: `[1 + B]`.
+
+    Args:
+        found: efficiencies of all arms.
+        binding: arm -> binding share; `full` among them.
+        arms: policy -> its arms.
+        share: binding share at which to compare, at most that of full replay.
+
+    Returns:
+        policy -> the value, then its draws.
+    """
+    out = {}
+    for policy, names in arms.items():
+        known = sorted({*names, FULL}, key=lambda arm: binding[arm])
+        x = np.array([0.0, *(binding[arm] for arm in known)])
+        y = np.stack([np.r_[found.value[arm], found.draws[arm]] for arm in known])
+        y = np.concatenate([np.zeros((1, y.shape[1])), y])
+        right = int(np.clip(np.searchsorted(x, share), 1, len(x) - 1))
+        width = x[right] - x[right - 1]
+        part = (share - x[right - 1]) / width if width > 0 else 1.0
+        out[policy] = y[right - 1] + part * (y[right] - y[right - 1])
+    return out
