@@ -1,4 +1,5 @@
-"""What replay costs: updates under R3 against none, recording in a rollout, and the share of a step that pushes weights.
+"""What replay costs: updates under replay against none, recording in a rollout, the share of a step that pushes weights, what
+a planning pass and its scores cost, and the planning of four million units.
 
     OMP_NUM_THREADS=1 python -m benchmarks.replay_overhead [--rounds N] [--out FILE]
 
@@ -16,10 +17,12 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from benchmarks.alternate import compare
@@ -33,11 +36,16 @@ from rar_lib.checkpoint import (
 )
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import Replay, TokenBatch
+from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.session import EngineSession
 from rar_lib.job import run_job
+from rar_lib.replay.policies import make_plan
+from rar_lib.replay.policy import Candidates
+from rar_lib.replay.scores import ExpertScore, SignalRequest
 from rar_lib.rl.objectives import grpo_loss
 from rar_lib.runs.store import describe_environment
 from rar_lib.tasks import Task
+from rar_lib.traces.synthetic import synthetic
 
 REAL = JobConfig()
 HF = JobConfig.build({"rollout": {"engine": "hf"}, "trainer": {"engine": "hf"}})
@@ -51,8 +59,8 @@ def prompts_of(tokenizer: Any, n: int = 64, group: int = 8) -> tuple[list[list[i
     return [tokenizer(p.prompt)["input_ids"] for p in problems], uids, [i // group for i in range(len(problems))]
 
 
-def update_overhead(config: JobConfig, rounds: int) -> dict[str, Any]:
-    """One optimizer step on 128 sequences under R3 against none, on two trainers at the same start."""
+def with_batch(config: JobConfig, work: Callable[[EngineSession, Path, Any, TokenBatch], Any]) -> Any:
+    """Call `work` with a session, the checkpoint, a rollout result and its batch of 128 sequences."""
     path = resolve_checkpoint(config.model.path)
     tokenizer = load_tokenizer(path)
     prompts, uids, groups = prompts_of(tokenizer, n=16)
@@ -60,19 +68,83 @@ def update_overhead(config: JobConfig, rounds: int) -> dict[str, Any]:
         rollout, _ = session.open(HF, path, special_tokens(path, tokenizer))
         sample = rollout.generate(prompts, config.rollout.sampling, uids, 0)
         batch = TokenBatch.pack(prompts, sample.responses, uids, groups, tokenizer.pad_token_id)
+        return work(session, path, sample, batch)
+
+
+def stepper(trainer: Any, batch: TokenBatch, forced: Replay | None) -> Any:
+    """An optimizer step under a replay."""
+    advantages, mask = torch.linspace(-1, 1, len(batch)), batch.response_mask
+    old = trainer.logprobs(batch, temperature=1.0, replay=forced).logprobs
+
+    def objective(logp: torch.Tensor, rows: torch.Tensor) -> Any:
+        return grpo_loss(logp, old[rows], advantages[rows], mask[rows], 0.2, 0.2)
+
+    return lambda: trainer.update(batch, objective, temperature=1.0, replay=forced)
+
+
+def update_overhead(config: JobConfig, unit: str | None, rounds: int) -> dict[str, Any]:
+    """One optimizer step on 128 sequences under R3 (no unit), or under uniform plans of a unit at budget 1/4, against none."""
+
+    def work(session: EngineSession, path: Path, sample: Any, batch: TokenBatch) -> Any:
         replay = Replay.full(sample.trace)
-        advantages, mask = torch.linspace(-1, 1, len(batch)), batch.response_mask
+        if unit is not None:
+            seen = Candidates(sample.trace, batch.uids, 0)
+            replay = Replay(sample.trace, make_plan("uniform", seen, unit, "0.25"))  # type: ignore[arg-type]
+        return compare(*(stepper(session.trainer(config, path), batch, r) for r in (replay, None)), rounds)
 
-        def stepper(trainer: Any, forced: Replay | None) -> Any:
-            old = trainer.logprobs(batch, temperature=1.0, replay=forced).logprobs
+    return with_batch(config, work)
 
-            def objective(logp: torch.Tensor, rows: torch.Tensor) -> Any:
-                return grpo_loss(logp, old[rows], advantages[rows], mask[rows], 0.2, 0.2)
 
-            return lambda: trainer.update(batch, objective, temperature=1.0, replay=forced)
+def planning_overhead(config: JobConfig, rounds: int) -> dict[str, Any]:
+    """Passes that policies look at, each against one forward and backward without an optimizer step on the same sequences.
 
-        under_r3, none = (stepper(session.trainer(config, path), forced) for forced in (replay, None))
-        return compare(under_r3, none, rounds)
+    native: the forward of margin and disagree; gate: with the signals of Fisher scores; swap and param: theirs. `plan` is
+    what making the plan from a native pass takes (margin, slots), against the same.
+    """
+
+    def work(session: EngineSession, path: Path, sample: Any, batch: TokenBatch) -> Any:
+        trainer = session.trainer(config, path)
+        hf = trainer.name == "hf"
+        mask = batch.response_mask
+
+        def objective(logp: torch.Tensor, rows: torch.Tensor) -> Any:
+            return -logp, {}
+
+        def forward_backward() -> None:
+            if hf:
+                trainer.optimizer.zero_grad()
+                for rows in batch.micro_batches(config.trainer.micro_batch_size):
+                    logits = trainer._logits(batch.tokens[rows])
+                    (-response_logprobs(logits, batch.tokens[rows], mask[rows], 1.0).sum()).backward()
+            else:
+                trainer.gradients(batch, objective, temperature=1.0)
+
+        def look(*estimators: str) -> Any:
+            request = SignalRequest(frozenset(estimators)) if estimators else None
+            return lambda: trainer.logprobs(batch, temperature=1.0, capture="margins", signals=request)
+
+        native = look()().trace
+
+        def plan() -> None:
+            make_plan("margin", Candidates(sample.trace, batch.uids, 0, 0, native), "slot", "0.25")
+
+        passes = {"native": look(), "gate": look("gate"), "swap": look("swap"), "param": look("param"), "plan": plan}
+        return {name: compare(call, forward_backward, rounds) for name, call in passes.items()}
+
+    return with_batch(config, work)
+
+
+def planning_seconds(tokens: int = 125_000) -> dict[str, Any]:
+    """Wall time to plan 4 million slots (8 layers, top-4 of 32), budget 1/4, from a synthetic trace."""
+    made = synthetic([500] * (tokens // 500), layers=8, experts=32, top_k=4)
+    score = ExpertScore(np.random.default_rng(0).random((8, 32)), np.ones((8, 32)), "gate", "per_route", "rollout", 1.0)
+    seen = Candidates(made.rollout, [str(i) for i in range(tokens // 500)], 0, 0, made.native, score)
+    seconds = {}
+    for policy in ("uniform", "random_route", "random_cell", "margin", "frequency", "disagree", "fisher"):
+        started = time.perf_counter()
+        units = make_plan(policy, seen, "slot", "0.25").valid
+        seconds[policy] = round(time.perf_counter() - started, 3)
+    return {"units": units, "seconds": seconds}
 
 
 def hf_recording_overhead(rounds: int) -> dict[str, Any]:
@@ -178,9 +250,15 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         result = {
-            "update_R3_over_none": {
-                "hf": update_overhead(HF, options.rounds), "megatron": update_overhead(REAL, options.rounds),
+            **{
+                f"update_{name}_over_none": {
+                    engine: update_overhead(config, unit, options.rounds) for engine, config in (("hf", HF), ("megatron", REAL))
+                } for name, unit in (("R3", None), ("uniform_sets", "token_layer"), ("uniform_slots", "slot"))
             },
+            "planning_pass_over_forward_backward": {
+                "hf": planning_overhead(HF, options.rounds), "megatron": planning_overhead(REAL, options.rounds),
+            },
+            "planning": planning_seconds(),
             "recording_over_none": {
                 "hf": hf_recording_overhead(options.rounds), "vllm": vllm_recording_overhead(resolve_checkpoint(REAL.model.path), options.rounds),
                 "vllm, a model of 13 M parameters": vllm_recording_overhead(

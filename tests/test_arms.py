@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,13 +14,16 @@ from rar_lib.arms import Arm, score_arms
 from rar_lib.config import JobConfig
 from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.megatron_trainer import MegatronTrainer
-from rar_lib.errors import ConfigError
+from rar_lib.errors import ConfigError, ReplayError
+from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import k3
+from rar_lib.replay.flip_model import FlipModel
 from rar_lib.rl.objectives import grpo_loss
 from tests.conftest import Sampled
 
 ARMS = [Arm(p, u, b) for p, u in (("random_route", "slot"), ("uniform", "token_layer"), ("disagree", "token_layer"),
-                                  ("margin", "slot")) for b in ("0", "0.25", "1")]  # fmt: skip
+                                  ("margin", "slot"), ("fisher", "slot"), ("permuted_fisher", "token_layer"),
+                                  ("swap", "token_layer"), ("bias", "bias")) for b in ("0", "0.25", "1")]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["hf", "megatron"])
@@ -38,22 +43,49 @@ def objectives(sampled: Sampled) -> Any:
     return make
 
 
+def flips(trainer: Any, sampled: Sampled) -> FlipModel:
+    """P(flip) of this very batch; a run takes that of earlier ones."""
+    native = trainer.logprobs(sampled.batch, temperature=1.0, capture="margins").trace
+    compared = agreement(sampled.result.trace, native)
+    return FlipModel.empty().seen(native.margins, compared.flipped, compared.known)
+
+
 def test_budgets_of_nothing_and_all_are_none_and_r3_in_both_passes(trainer: Any, sampled: Sampled) -> None:
     before = dict(trainer.weights())
-    scores = score_arms(trainer, sampled.batch, sampled.result, ARMS, objectives=objectives(sampled))
+    batch = replace(sampled.batch, shares=2)
+    learned = flips(trainer, sampled)
+    scores = score_arms(trainer, batch, sampled.result, ARMS, objectives=objectives(sampled), flips=learned)
     assert all(torch.equal(before[n], w) for n, w in trainer.weights())
     table = scores.table.set_index(["arm", "pass"])
     for arm in ARMS:
         for when in ("old", "new"):
             row = table.loc[(arm.name, when)]
-            if arm.budget != "0.25":
+            if (arm.policy, arm.budget) == (
+                "bias",
+                "1",
+            ):  # λ was found at the planning pass's scores: nearly R3, not R3
+                assert when == "new" or row["efficiency"] > 0.9
+            elif arm.budget != "0.25":
                 same = table.loc[("none" if arm.budget == "0" else "full", when)]
-                assert (row["k3"], row["efficiency"]) == (same["k3"], same["efficiency"])
+                assert (row["k3"], row["efficiency"]) == (same["k3"], same["efficiency"]), (arm, when)
     assert table.loc[("none", "old"), "efficiency"] == 0
     assert table.loc[("full", "old"), "efficiency"] == 1
     assert table.loc[("disagree 0.25 token_layer", "old"), "efficiency"] > 0.9
     quarter = scores.table[(scores.table["budget"] == "0.25") & (scores.table["unit"] == "token_layer")]
     assert quarter["planned"].nunique() == 1
+    assert (table["executed_equals_resolved"].dropna() == 1).all()
+    assert table.loc[("none", "old"), "target_shift"] == 0
+    assert (table["binding"] <= table["nominal"] + 1e-12).all()
+    full = table.loc[("full", "old")]
+    assert full["fidelity"] == 1
+    assert full["binding"] == pytest.approx(table.loc[("disagree 0.25 token_layer", "old"), "binding"])
+    half = table.loc[("bias 0.25 bias", "old"), "binding"]
+    assert half == pytest.approx(full["binding"] / 4, rel=0.1)
+    new = table.xs("new", level="pass")
+    assert new.loc["uniform 0.25 token_layer", ["drift_planned", "drift_unplanned"]].astype(float).between(0, 1).all()
+    assert new.loc["full", "router_gradient_forced"] > 0
+    assert new.loc["full", "router_gradient_free"] is None or np.isnan(new.loc["full", "router_gradient_free"])
+    assert new.loc["uniform 0.25 token_layer", "router_gradient_free"] > 0
 
 
 def test_rows_are_what_the_trainer_says_and_prompts_add_up(trainer: Any, sampled: Sampled) -> None:
@@ -70,6 +102,8 @@ def test_rows_are_what_the_trainer_says_and_prompts_add_up(trainer: Any, sampled
 def test_arms_that_do_not_go_together_are_refused(trainer: Any, sampled: Sampled) -> None:
     with pytest.raises(ConfigError, match="needs a share"):
         score_arms(trainer, sampled.batch, sampled.result, [Arm("uniform")])
+    with pytest.raises(ReplayError, match="policy swap needs `flips`"):
+        score_arms(trainer, sampled.batch, sampled.result, [Arm("swap", "slot", "0.1")])
     twice = [Arm("margin", "slot", "0.1", seed=s) for s in (0, 1)]
     with pytest.raises(ConfigError, match=r"\['margin 0\.1 slot'\] twice"):
         score_arms(trainer, sampled.batch, sampled.result, twice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import torch
 
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import Replay
+from rar_lib.engines.hf_rollout import HFRollout
 from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.session import EngineSession
 from rar_lib.errors import ConfigError, EngineError, ReplayError
@@ -410,3 +412,89 @@ def test_policies_and_budgets_that_do_not_go_together_are_refused_before_anythin
     with pytest.raises(ConfigError, match=message):
         run_job(small("R3", wanted), runs_dir=tmp_path / "runs", show="none")
     assert not (tmp_path / "runs").exists()
+
+
+# ---------------------------------------------------------------- policies of routes
+
+
+def partial(policy: str, unit: str, budget: str | None, *more: str) -> JobConfig:
+    share = [] if budget is None else [f"router_replay.budget='{budget}'"]
+    return small("R3", f"router_replay.policy={policy}", f"router_replay.unit={unit}", *share, *more)
+
+
+POLICY_RUNS = [
+    partial("fisher", "slot", "0.25", "router_replay.score.ema=0.5", "router_replay.score.labels=resampled"),
+    partial("swap", "token_layer", "0.25"),
+    partial("bias", "bias", "0.5"),
+    partial("threshold", "slot", None, "router_replay.ratio=0.8"),
+    partial("inverse_fisher", "token_layer", "0.25", "router_replay.mode=R2", "router_replay.score=param"),
+]
+
+
+@pytest.mark.parametrize("config", POLICY_RUNS, ids=lambda c: c.router_replay.policy)
+def test_a_run_trains_and_resumes_under_any_policy(
+    config: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a planner keeps from batch to batch (moving averages, P(flip)) survives an interruption to the last bit."""
+    config = JobConfig.build(config.resolved(), ["steps=3", "checkpoint_every=1"])
+    whole = run_job(config, runs_dir=tmp_path / "whole", show="none")
+    calls, push = 0, HFRollout.load_weights
+
+    def dies(self: Any, weights: Any, version: int) -> None:
+        nonlocal calls
+        calls += 1
+        if version == 2:
+            raise KeyboardInterrupt
+        push(self, weights, version)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFRollout, "load_weights", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run_job(config, runs_dir=tmp_path / "cut", show="none")
+    resumed = run_job(config, runs_dir=tmp_path / "cut", show="none")
+    pd.testing.assert_frame_equal(numbers(resumed.metrics), numbers(whole.metrics), check_exact=True)
+    assert resumed.replay == whole.replay
+    wanted = config.router_replay
+    assert whole.path.name.startswith(f"{wanted.mode}-{wanted.policy}-seed0-")
+    for record in whole.replay:
+        assert (record.policy, record.unit, record.mode) == (wanted.policy, wanted.unit, wanted.mode)
+        assert record.update.executed_equals_resolved == 1
+        assert record.binding is not None
+        if wanted.budget is not None and wanted.unit != "bias":
+            assert record.budget == int(record.valid * float(wanted.budget) + 0.5)
+        if "fisher" in wanted.policy:
+            assert record.score is not None
+            assert record.score.spearman is not None
+    if wanted.mode == "R3":
+        assert whole.summary["deployment_k3_replayed"] is not None
+        assert whole.summary["target_shift"] > 0
+    assert whole.summary["deployment_k3_native"] > 0
+
+
+def test_lines_of_another_schema_are_refused_when_a_run_is_read(runs: dict[str, RunResult], tmp_path: Path) -> None:
+    folder = shutil.copytree(runs["R3"].path, tmp_path / runs["R3"].path.name)
+    lines = folder / "replay.jsonl"
+    lines.write_text(lines.read_text().replace('"schema_version":1', '"schema_version":9'))
+    with pytest.raises(ReplayError, match=r"replay\.jsonl, line 1: schema_version: Input should be 1"):
+        run_job(small("R3"), runs_dir=tmp_path, show="none")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["router_replay.policy=fisher"], "policy fisher needs a share from 0 to 1, found none"),
+        (
+            ["router_replay.policy=fisher", "router_replay.unit=bias", "router_replay.budget=0.1"],
+            "exists in token_layer and slot",
+        ),
+        (["router_replay.policy=threshold", "router_replay.unit=slot"], "ratio: goes with policy threshold"),
+        (["router_replay.policy=bias", "router_replay.budget=0.1"], "policy bias exists in bias, found 'token_layer'"),
+        (["router_replay.policy=swap", "router_replay.budget=1.1"], "expected a share from 0 to 1"),
+        (["router_replay.score=gates"], r"score\.estimator: Input should be 'gate', 'param', 'param_exact' or 'swap'"),
+        (["router_replay.score.ema=1"], r"score\.ema: Input should be less than 1"),
+    ],
+)
+def test_parts_of_a_policy_that_do_not_go_together(more: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_job(small("R3", *more), runs_dir=tmp_path, show="none")
+    assert not list(tmp_path.iterdir())

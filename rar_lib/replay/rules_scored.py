@@ -174,9 +174,9 @@ def calibrate_bias(recorded: torch.Tensor, native: torch.Tensor, scores: torch.T
 
     low, high = np.float32(0), np.float32(1)
     while changed(float(high)) < wanted:
-        low, high = high, high * np.float32(2)
-        if not np.isfinite(high):
+        if high > np.finfo(np.float32).max / 4:
             raise ReplayError(f"policy bias: no λ changes {wanted} of the {len(recorded)} rows whose sets differ")
+        low, high = high, high * np.float32(2)
     while True:
         middle = low + (high - low) / np.float32(2)
         if middle in (low, high):

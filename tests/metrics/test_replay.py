@@ -104,3 +104,38 @@ def test_along_nested_plans(unit: Any, policy: str, seed: int) -> None:
     flips = agreement(record, native).scalars()["router_flip"]
     if unit == "token_layer":
         assert steps[-1][2] == flips
+
+
+def test_target_shift_is_nothing_for_none_and_k3_otherwise() -> None:
+    native = np.log(np.array([[0.5, 0.25], [0.5, 0.5]]))
+    mask = np.array([[True, True], [True, False]])
+    assert m.target_shift(native, native, mask) == 0
+    replayed = native + np.array([[np.log(2), 0], [0, 5.0]])  # the last is masked
+    assert m.target_shift(replayed, native, mask) == pytest.approx((2 - 1 - np.log(2)) / 3)
+
+
+def test_drift_on_planned_cells_and_on_the_others() -> None:
+    before = np.array([[[0, 1]], [[0, 1]], [[0, 1]], [[0, 1]]])
+    after = np.array([[[1, 0]], [[0, 2]], [[0, 2]], [[3, 2]]])
+    planned = np.array([[True], [True], [False], [False]])
+    known = np.array([[True], [True], [True], [False]])
+    assert m.drift(before, after, planned, known) == (0.5, 1.0)
+    slots = np.zeros((4, 1, 2), bool)
+    slots[1, 0, 1] = True
+    assert m.drift(before, after, slots, known) == (1.0, 0.5)
+    assert m.drift(before, after, ~planned & False, known) == (None, pytest.approx(2 / 3))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "answer"),
+    [
+        ((1e-9, 1e-8, 1e-4, 1e-4), "neither"),
+        ((1e-3, 1e-8, 1e-4, 1e-4), "too weak"),
+        ((1e-9, 1e-8, 2e-4, 1e-4), "too restrictive"),
+        ((1e-9, 1e-8, 1e-4, 1e-4, 0.01, 0.02), "too restrictive"),
+        ((1e-9, 1e-8, 1e-4, 1e-4, 0.02, 0.01), "neither"),
+        ((1e-3, 1e-8, 2e-4, 1e-4, 0.01, None), "too weak and too restrictive"),
+    ],
+)
+def test_the_verdict_follows_its_rule(numbers: tuple[float, ...], answer: str) -> None:
+    assert m.verdict(*numbers) == answer
