@@ -18,7 +18,7 @@ import torch
 
 from rar_lib.config import RouterReplayConfig, ScoreConfig
 from rar_lib.engines.base import LogprobResult, Objective, Replay, RolloutResult, TokenBatch, Trainer
-from rar_lib.errors import ConfigError, ReplayError
+from rar_lib.errors import ReplayError
 from rar_lib.measure import TAU, plan_binding, rollout_logprobs
 from rar_lib.metrics.mismatch import k3_terms, mismatch
 from rar_lib.metrics.replay import drift, efficiency, target_shift
@@ -54,12 +54,14 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Policy, and what of budget, unit and score is not the default."""
+        """Policy, and what of budget, unit, score, ratio and seed is not the default."""
         parts = [self.policy, self.budget or "", self.unit if self.budget or self.unit != "token_layer" else ""]
         if self.score != ScoreConfig():
             parts.append(f"{self.score.estimator}/{self.score.aggregation}/{self.score.labels}")
         if self.ratio is not None:
             parts.append(f"ratio {self.ratio:g}")
+        if self.seed:
+            parts.append(f"seed {self.seed}")
         return " ".join(part for part in parts if part)
 
     def planner(self) -> Planner:
@@ -123,15 +125,10 @@ def score_arms(
         noise_floor: k3 of an engine against itself.
 
     Raises:
-        ConfigError: for two arms of one name, or an arm that does not go together.
+        ConfigError: for an arm whose parts do not go together.
         ReplayError: for policy swap without `flips`.
     """
     every = list(dict.fromkeys([Arm("none"), Arm("full"), *arms]))
-    names = [arm.name for arm in every]
-    if len(set(names)) != len(names):
-        raise ConfigError(
-            f"arms: expected different names, found {sorted({n for n in names if names.count(n) > 1})} twice"
-        )
     planners = {arm: arm.planner() for arm in every if arm.policy != "none"}
     for arm, planner in planners.items():
         if planner.learns_flips:
@@ -142,6 +139,14 @@ def score_arms(
     native = trainer.logprobs(batch, temperature=temperature, capture="margins")
     rows: list[dict[str, object]] = []
     prompts: list[pd.DataFrame] = []
+    passes: dict[object, LogprobResult] = {}
+
+    def looked(planner: Planner) -> LogprobResult:
+        """The planning pass; arms that look at the same things share one, since all start from the same weights."""
+        key = (planner.capture, planner.request(0))
+        if key not in passes:
+            passes[key] = trainer.logprobs(batch, temperature=temperature, capture=key[0], signals=key[1])
+        return passes[key]
 
     def note(
         arm: Arm, when: str, replay: Replay | None, result: LogprobResult, seen: LogprobResult, live: LogprobResult
@@ -158,7 +163,8 @@ def score_arms(
             if arm.policy != "none":
                 planner = planners[arm]
                 if planner.looks:
-                    seen = planner.look(trainer, batch, 0, temperature)
+                    seen = looked(planner)
+                    planner.see(seen, batch, 0)
                 replay = planner.plan(sample.trace, batch, 0, seen)
             old = (
                 native

@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 
 from rar_lib import measure
 from rar_lib.checkpoint import (
-    SpecialTokens,
     digest_checkpoint,
     load_tokenizer,
     resolve_checkpoint,
@@ -48,6 +46,7 @@ from rar_lib.errors import EngineError, ReplayError
 from rar_lib.metrics.mismatch import k3, noise_floor
 from rar_lib.planner import Planner
 from rar_lib.progress import Style, progress
+from rar_lib.prompts import Prompts
 from rar_lib.replay.control import require_live, wrong_routes
 from rar_lib.replay.diagnostics import ReplayDiagnostics
 from rar_lib.replay.modes import MODES
@@ -55,7 +54,8 @@ from rar_lib.rl.advantages import group_advantages
 from rar_lib.rl.objectives import grpo_loss
 from rar_lib.runs.store import RUNS_DIR, RunStore, write_json
 from rar_lib.seeding import derive_seed
-from rar_lib.tasks import Problem, Task
+from rar_lib.summary import summarise
+from rar_lib.tasks import Task
 
 logger = logging.getLogger("rar")
 NOISE_SEQUENCES = 64  # scored one by one for the trainer's noise floor: CPU kernels sum alike at most larger sizes
@@ -140,7 +140,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
     special = special_tokens(path, tokenizer)
     rollout, trainer = engines.open(config, path, special)
     temperature = config.rollout.sampling.temperature
-    prompts = _Prompts(config, task, tokenizer, special)
+    prompts = Prompts(config, task, tokenizer, special)
     store.write_environment()
     start, rows, paired, records, facts = _resume(store, trainer, planner)
     if start:
@@ -157,9 +157,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         clock = _Clock()
         problems = prompts.train(step)
         sample, batch = prompts.sample(rollout, problems, derive_seed(config.seed, "rollout", step))
-        rewards = torch.tensor(
-            [task.score(prompts.text(r), p) for r, p in zip(sample.responses, problems, strict=True)]
-        )
+        rewards = prompts.rewards(sample, problems)
         advantages, flat_groups = group_advantages(rewards, batch.groups)
         mask, mu = batch.response_mask, measure.rollout_logprobs(batch, sample)
         clock.tick("rollout")
@@ -207,7 +205,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         for share in batch.update_shares():
             result = trainer.update(
                 batch.select(share),
-                _objective(config, old.logprobs[share], advantages[share], mask[share]),
+                objective_of(config, old.logprobs[share], advantages[share], mask[share]),
                 temperature=temperature,
                 replay=None if update_replay is None else update_replay.select(share),
                 measure=diagnose,
@@ -263,50 +261,10 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
     store.write_tables(
         rows, paired, records
     )  # a kill between the last checkpoint and its tables leaves them one step behind
-    store.finish(_summarise(config, store.path.name, pd.DataFrame(rows), facts))
+    store.finish(summarise(config, store.path.name, pd.DataFrame(rows), facts))
 
 
 # ---------------------------------------------------------------- what the loop is made of
-
-
-class _Prompts:
-    """Problems by step, and what the engines need of them."""
-
-    def __init__(self, config: JobConfig, task: Task, tokenizer: Any, special: SpecialTokens) -> None:
-        self.config, self.task, self.tokenizer, self.special = config, task, tokenizer, special
-        self._first = derive_seed(config.seed, "problems") % 2**28
-
-    def train(self, step: int) -> list[Problem]:
-        """`prompts_per_step` problems, each `group_size` times in a row."""
-        n, g = self.config.algorithm.prompts_per_step, self.config.algorithm.group_size
-        first = self._first + step * n
-        return [p for i in range(n) for p in [self.task.problem(first + i)] * g]
-
-    def held_out(self) -> list[Problem]:
-        """The problems of every evaluation."""
-        return [self.task.problem(i, self.task.evaluated_on) for i in range(self.config.evaluation.prompts)]
-
-    def sample(
-        self, rollout: Rollout, problems: list[Problem], seed: int, group_size: int | None = None
-    ) -> tuple[RolloutResult, TokenBatch]:
-        """Responses and their batch."""
-        g = group_size or self.config.algorithm.group_size
-        prompts = [self.tokenizer(p.prompt)["input_ids"] for p in problems]
-        uids = [f"{p.uid}/{i // g}.{i % g}" for i, p in enumerate(problems)]
-        sample = rollout.generate(prompts, self.config.rollout.sampling, uids, seed)
-        batch = TokenBatch.pack(
-            prompts,
-            sample.responses,
-            uids,
-            [i // g for i in range(len(problems))],
-            self.special.pad,
-            self.config.algorithm.updates_per_batch,
-        )
-        return sample, batch
-
-    def text(self, response: tuple[int, ...]) -> str:
-        """Decoded response without its end token."""
-        return self.tokenizer.decode([t for t in response if t not in self.special.end])
 
 
 class _Clock:
@@ -322,7 +280,7 @@ class _Clock:
         self.row[f"time/{name}"], self._last = now - self._last, now
 
 
-def _objective(config: JobConfig, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> Objective:
+def objective_of(config: JobConfig, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> Objective:
     """GRPO against the old log-probs, for the rows of one update."""
     algorithm = config.algorithm
 
@@ -332,7 +290,7 @@ def _objective(config: JobConfig, old: torch.Tensor, advantages: torch.Tensor, m
     return objective
 
 
-def _negative_control(config: JobConfig, rollout: Rollout, trainer: Trainer, prompts: _Prompts) -> float | None:
+def _negative_control(config: JobConfig, rollout: Rollout, trainer: Trainer, prompts: Prompts) -> float | None:
     """Mean |Δ log-prob| under deliberately wrong routes, on a few prompts of the first step. Refuses a dead replay.
 
     None where every router uses all its experts: no route is wrong there, and replay has no effect.
@@ -352,17 +310,16 @@ def _negative_control(config: JobConfig, rollout: Rollout, trainer: Trainer, pro
     return require_live(native.logprobs[mask].numpy(), moved.logprobs[mask].numpy(), wrong, moved.trace)
 
 
-def _evaluate(config: JobConfig, rollout: Rollout, prompts: _Prompts) -> float | None:
+def _evaluate(config: JobConfig, rollout: Rollout, prompts: Prompts) -> float | None:
     """Mean reward of one sample a held-out prompt, with the same draws each time; never under replay."""
     if not config.evaluation.prompts:
         return None
     problems = prompts.held_out()
     sample, _ = prompts.sample(rollout, problems, derive_seed(config.seed, "evaluation"), group_size=1)
-    scores = [prompts.task.score(prompts.text(r), p) for r, p in zip(sample.responses, problems, strict=True)]
-    return sum(scores) / len(scores)
+    return float(prompts.rewards(sample, problems).double().mean())
 
 
-def _learn_flips(config: JobConfig, planner: Planner, rollout: Rollout, trainer: Trainer, prompts: _Prompts) -> None:
+def _learn_flips(config: JobConfig, planner: Planner, rollout: Rollout, trainer: Trainer, prompts: Prompts) -> None:
     """One batch of problems that the run does not train on, so that P(flip) is known before the first plan."""
     sample, batch = prompts.sample(rollout, prompts.train(config.steps), derive_seed(config.seed, "flips"))
     native = trainer.logprobs(batch, temperature=config.rollout.sampling.temperature, capture="margins")
@@ -371,7 +328,7 @@ def _learn_flips(config: JobConfig, planner: Planner, rollout: Rollout, trainer:
 
 
 def _deployment(
-    config: JobConfig, planner: Planner, rollout: Rollout, trainer: Trainer, prompts: _Prompts
+    config: JobConfig, planner: Planner, rollout: Rollout, trainer: Trainer, prompts: Prompts
 ) -> measure.Row:
     """The trained weights as a user serves them: k3 (rollout/trainer) without replay on held-out prompts, and beside it
     under the run's own replay. The reward of the same weights is `evaluation_last`; a rollout never replays."""
@@ -452,60 +409,3 @@ def _save_traces(store: RunStore, step: int, sample: RolloutResult, native: Logp
     assert native.trace is not None
     sample.trace.save(store.path / "traces" / f"step-{step:06d}-rollout.safetensors")
     native.trace.save(store.path / "traces" / f"step-{step:06d}-native.safetensors")
-
-
-def _summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: measure.Row) -> dict[str, Any]:
-    """What a table of runs shows, from the table of steps."""
-
-    def values(column: str) -> pd.Series:
-        return table[column].dropna() if column in table else pd.Series(dtype=float)
-
-    def mean(column: str, weight: str | None = None) -> float | None:
-        """Mean over steps; of a mean over tokens or cells, weighted by their number."""
-        column_values = values(column)
-        if column_values.empty:
-            return None
-        weights = None if weight is None else table.loc[column_values.index, weight]
-        return float(np.average(column_values, weights=weights))
-
-    def largest(column: str) -> float | None:
-        return None if values(column).empty else float(values(column).max())
-
-    def smallest(*columns: str) -> float | None:
-        seen = [float(values(c).min()) for c in columns if not values(c).empty]
-        return min(seen) if seen else None
-
-    tokens = "mismatch/rollout_old/tokens"
-    times = [c for c in table if str(c).startswith("time/")]
-    return {
-        "run": run,
-        "arm": config.router_replay.arm,
-        "policy": config.router_replay.policy,
-        "unit": config.router_replay.unit,
-        "budget": config.router_replay.budget,
-        "score": config.router_replay.score.estimator if "score" in Planner(config.router_replay).needs else None,
-        "nominal": mean("replay/nominal"),
-        "binding": mean("replay/binding"),
-        "target_shift": mean("replay/target_shift", tokens),
-        "executed_equals_resolved": smallest(
-            "replay/old/executed_equals_resolved", "replay/update/executed_equals_resolved"
-        ),
-        "rollout_engine": config.rollout.engine,
-        "trainer_engine": config.trainer.engine,
-        "seed": config.seed,
-        "steps": len(table),
-        "reward_first": float(table["reward/mean"].iloc[0]),
-        "reward_last": float(table["reward/mean"].iloc[-1]),
-        **facts,
-        "k3_rollout_old": mean("mismatch/rollout_old/k3", tokens),
-        "k3_old_new": mean("mismatch/old_new/k3", tokens),
-        "extreme_fraction_tau2": mean("mismatch/rollout_old/extreme_fraction_tau2", tokens),
-        "router_flip": mean("agreement/rollout_native/router_flip", "agreement/rollout_native/cells"),
-        "token_any_flip": mean("agreement/rollout_native/token_any_flip"),
-        "coverage": mean("replay/coverage"),
-        "missing": mean("replay/missing"),
-        "noise_floor_rollout": largest("noise_floor/rollout/k3"),
-        "noise_floor_trainer": largest("noise_floor/trainer/k3"),
-        "route_bytes_per_token": mean("routes/bytes_per_token"),
-        "seconds_per_step": {str(c).removeprefix("time/"): mean(str(c)) for c in times},
-    }

@@ -77,10 +77,11 @@ class Planner:
         seen = trainer.logprobs(
             batch, temperature=temperature, capture=self.capture, signals=self.request(batch_number)
         )
-        self._see(seen, batch, batch_number)
+        self.see(seen, batch, batch_number)
         return seen
 
-    def _see(self, native: LogprobResult, batch: TokenBatch, batch_number: int) -> None:
+    def see(self, native: LogprobResult, batch: TokenBatch, batch_number: int) -> None:
+        """Take the scores from a planning pass that was made elsewhere with this planner's `capture` and `request`."""
         if "score" not in self.needs:
             return
         assert native.signals is not None

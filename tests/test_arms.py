@@ -104,6 +104,3 @@ def test_arms_that_do_not_go_together_are_refused(trainer: Any, sampled: Sampled
         score_arms(trainer, sampled.batch, sampled.result, [Arm("uniform")])
     with pytest.raises(ReplayError, match="policy swap needs `flips`"):
         score_arms(trainer, sampled.batch, sampled.result, [Arm("swap", "slot", "0.1")])
-    twice = [Arm("margin", "slot", "0.1", seed=s) for s in (0, 1)]
-    with pytest.raises(ConfigError, match=r"\['margin 0\.1 slot'\] twice"):
-        score_arms(trainer, sampled.batch, sampled.result, twice)

@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "seeding", "config", "traces", "metrics", "progress"},
     {"replay", "tasks", "checkpoint"},
     {"engines", "rl", "figures"},
-    {"measure", "planner", "job", "runs", "arms"},
+    {"measure", "planner", "prompts", "summary", "job", "runs", "arms", "frontier"},
     {"cli", "__main__"},
 ]
 

@@ -120,12 +120,27 @@ def take_smallest(priority: np.ndarray, keys: np.ndarray, valid: np.ndarray, bud
 
 
 def _order(groups: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Order by group, then key: one sort of both packed into 64 bits, and the exact one if two packed values meet."""
-    bits = int(groups.max(initial=0)).bit_length()
-    packed = (groups.astype(U64) << U64(64 - bits)) | (keys >> U64(bits)) if bits else keys
-    order = np.argsort(packed)
-    ordered = packed[order]
-    return np.lexsort((keys, groups)) if (ordered[1:] == ordered[:-1]).any() else order
+    """Order by group, then key: one sort of group, leading bits of the key and index packed into 64 bits.
+
+    Sorting values is two to three times as fast as sorting indices. Units whose leading bits meet are put right after.
+    """
+    group_bits, index_bits = int(groups.max(initial=0)).bit_length(), len(groups).bit_length()
+    key_bits = 64 - group_bits - index_bits
+    if key_bits < 16:
+        return np.lexsort((keys, groups))
+    packed = (keys >> U64(64 - key_bits)) << U64(index_bits)
+    if group_bits:
+        packed |= groups.astype(U64) << U64(64 - group_bits)
+    packed |= np.arange(len(groups), dtype=U64)
+    packed.sort()
+    order = (packed & U64((1 << index_bits) - 1)).astype(np.int64)
+    packed >>= U64(index_bits)
+    same = packed[1:] == packed[:-1]
+    if same.any():
+        met = np.flatnonzero(np.r_[same, False] | np.r_[False, same])
+        units = order[met]
+        order[met] = units[np.lexsort((keys[units], groups[units]))]
+    return order
 
 
 def rank_in_groups(groups: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

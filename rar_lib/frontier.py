@@ -1,0 +1,306 @@
+"""The frontier: efficiency of every policy against how much it forces, over several checkpoints, on one pair of engines.
+
+A job without replay is trained once; at its start and at its kept checkpoints fresh prompts are sampled, and every arm scores
+the same tokens (score_arms), in the old pass and after the updates of a batch. P(flip) is learned at each checkpoint from
+another batch. Results are a folder, found by what they compute: data/frontier/ holds those that are shipped, so that a
+notebook shows them at once, and data/runs/ what was computed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from rar_lib.arms import Arm, score_arms
+from rar_lib.checkpoint import DATA_DIR, digest_checkpoint, load_tokenizer, resolve_checkpoint, special_tokens
+from rar_lib.config import JobConfig
+from rar_lib.engines.base import Objective, Rollout, RolloutResult, TokenBatch, Trainer
+from rar_lib.engines.session import EngineSession, resolve_engines
+from rar_lib.job import objective_of, run_job
+from rar_lib.metrics.agreement import agreement
+from rar_lib.metrics.contrasts import Efficiencies, at_equal_binding, efficiencies, slope
+from rar_lib.metrics.replay import verdict
+from rar_lib.progress import Style, progress
+from rar_lib.prompts import Prompts
+from rar_lib.replay.flip_model import FlipModel
+from rar_lib.replay.plan import Unit
+from rar_lib.replay.policies import get_policy
+from rar_lib.rl.advantages import group_advantages
+from rar_lib.runs.store import RUNS_DIR, describe_environment, identity, read_table, write_json, write_table
+from rar_lib.seeding import derive_seed
+from rar_lib.tasks import Task
+
+SHIPPED = DATA_DIR / "frontier"
+FIRST_BATCH = 10_000  # of prompts: far from those that the run trains on
+RANDOM = "random_route"
+
+
+class FrontierConfig(BaseModel):
+    """What to compare, where.
+
+    Attributes:
+        job: engines, task and batch; its replay settings are not used.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    job: JobConfig
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...] = ("0.05", "0.1", "0.25", "0.5")
+    units: tuple[Unit, ...] = ("token_layer",)
+    control_seeds: int = Field(2, ge=1, description="draws of policies that choose by key: uniform, random, permuted")
+    rollouts: int = Field(1, ge=1, description="batches at each checkpoint")
+    updates: bool = Field(True, description="score once more after the updates of a batch")
+
+    def arms(self) -> list[Arm]:
+        """Every plan that exists among the policies, units and budgets."""
+        found = []
+        for name in self.policies:
+            policy = get_policy(name)
+            for unit in (u for u in policy.units if u in self.units or policy.units == (u,)):
+                seeds = self.control_seeds if name.startswith(("uniform", "random", "permuted")) else 1
+                if name == "threshold":
+                    found += [Arm(name, unit, None, ratio=ratio) for ratio in (0.95, 0.8, 0.5)]
+                elif policy.budget != "none":
+                    found += [Arm(name, unit, b, seed) for b in self.budgets for seed in range(seeds)]
+        return found
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What `run_frontier` returns.
+
+    Attributes:
+        table: a row an arm, pass, checkpoint and rollout (ArmScores.table).
+        by_prompt: a row an arm, pass, checkpoint and prompt.
+        calibration: a row a checkpoint and group of cells: predicted and observed P(flip) on the batches that were scored.
+        facts: engines, checkpoints and environment.
+    """
+
+    table: pd.DataFrame
+    by_prompt: pd.DataFrame
+    calibration: pd.DataFrame
+    facts: dict[str, Any]
+
+    def of(self, unit: str, when: str) -> tuple[pd.DataFrame, Efficiencies]:
+        """Arms of a unit in a pass, draws of a control averaged: their shares, and efficiencies over all prompts.
+
+        Returns:
+            table with arm, policy, budget (float), nominal, binding, target_shift, drift_planned, k3, efficiency, low, high;
+            and the efficiencies behind it.
+        """
+        rows, prompts = (t[(t["pass"] == when)].copy() for t in (self.table, self.by_prompt))
+        ends = rows["policy"].isin(["none", "full"])
+        rows = rows[ends | (rows["unit"] == unit)]
+        rows["label"] = [_label(p, b) for p, b in zip(rows["policy"], rows["budget"], strict=True)]
+        label = rows.drop_duplicates("arm").set_index("arm")["label"]
+        prompts = prompts[prompts["arm"].isin(label.index)].assign(arm=lambda t: t["arm"].map(label))
+        prompts = prompts.groupby(["checkpoint", "prompt", "arm"], as_index=False)[["tokens", "k3_sum"]].mean()
+        found = efficiencies(prompts)
+        columns = [c for c in ("nominal", "binding", "target_shift", "drift_planned", "k3") if c in rows]
+        mean = rows.astype(dict.fromkeys(columns, float)).groupby(["label", "policy"], as_index=False)[columns].mean()
+        mean["budget"] = [float(n.split()[-1]) if " " in n else np.nan for n in mean["label"]]
+        return mean.rename(columns={"label": "arm"}).merge(found.table(), on="arm"), found
+
+    def contrasts(self, unit: str, when: str, budget: str, against: Sequence[str]) -> pd.DataFrame:
+        """Contrasts at one nominal budget, as numbers: contrast, value, low, high.
+
+        Replay at all, its budget, each policy's choice, what each leaves; then each of fisher and swap against the others.
+        """
+        table, found = self.of(unit, when)
+        arms = set(found.value)
+        betas = {float(b): _label(RANDOM, b) for b in sorted({str(x) for x in table["budget"].dropna()}, key=float)}
+        betas = {beta: arm for beta, arm in betas.items() if arm in arms}
+        rows = []
+
+        def add(name: str, numbers: dict[str, float]) -> None:
+            rows.append(dict(zip(("contrast", "value", "low", "high"), (name, *numbers.values()), strict=True)))
+
+        smallest = min(betas)
+        add(f"replay at all: random {smallest:g} - none", found.difference(betas[smallest], "none"))
+        add("budget: slope of random", slope(found, betas))
+        policies = [p for p in table["policy"].unique() if _label(p, budget) in arms and p != RANDOM]
+        for name in policies:
+            add(f"choice: {name} - random", found.difference(_label(name, budget), _label(RANDOM, budget)))
+        for name in policies:
+            add(f"left: R3 - {name}", found.difference("full", _label(name, budget)))
+        for name in ("fisher", "swap"):
+            for other in against:
+                if name in policies and other in policies:
+                    add(f"{name} - {other}", found.difference(_label(name, budget), _label(other, budget)))
+        return pd.DataFrame(rows)
+
+    def at_equal_binding(self, unit: str, when: str, part: float, against: Sequence[str]) -> pd.DataFrame:
+        """The same at a binding share of `part` of what full replay binds, between arms by straight lines."""
+        table, found = self.of(unit, when)
+        binding = dict(zip(table["arm"], table["binding"], strict=True))
+        groups = {str(p): list(rows["arm"]) for p, rows in table[table["budget"].notna()].groupby("policy")}
+        at = at_equal_binding(found, binding, groups, part * binding["full"])
+        rows = []
+        for name in ("fisher", "swap"):
+            for other in against:
+                if name in at and other in at:
+                    difference = at[name] - at[other]
+                    low, high = found.interval(difference[1:])
+                    rows.append({"contrast": f"{name} - {other}", "value": difference[0], "low": low, "high": high})
+        return pd.DataFrame(rows)
+
+    def verdicts(self, unit: str, budget: str) -> pd.DataFrame:
+        """The verdict of each policy at one budget, in the old pass.
+
+        What is left is measured against full R3 and not against zero, since R3 leaves what is not routing: too weak where
+        the interval of R3 - policy lies above 0.
+        """
+        old, found = self.of(unit, "old")
+        new = self.of(unit, "new")[0].set_index("arm") if (self.table["pass"] == "new").any() else None
+        table = old.set_index("arm")
+        control, shifts = _label(RANDOM, budget), table["target_shift"].to_dict()
+        rows = []
+        for arm in table.index[table["budget"] == float(budget)]:
+            drifts = (None, None) if new is None else (new.loc[arm, "drift_planned"], new.loc[control, "drift_planned"])
+            left = found.difference("full", arm)["low"]
+            shift, shift_of_random = (float(shifts[name]) for name in (arm, control))
+            rows.append(
+                {
+                    "policy": table.loc[arm, "policy"], "efficiency": table.loc[arm, "efficiency"],
+                    "left, low": left, "target shift": shift, "drift planned": drifts[0],
+                    "verdict": verdict(left, 0.0, shift, shift_of_random, *drifts),
+                }
+            )  # fmt: skip
+        return pd.DataFrame(rows)
+
+
+def _label(policy: str, budget: str | float | None) -> str:
+    return policy if budget is None or budget != budget else f"{policy} {float(budget):g}"
+
+
+def run_frontier(
+    config: FrontierConfig,
+    session: EngineSession | None = None,
+    *,
+    runs_dir: Path | None = None,
+    show: Style = "auto",
+) -> Frontier:
+    """Compute a frontier, or load it if it is shipped or was computed before.
+
+    Args:
+        config: what to compare.
+        session: engines to share; without one they are started for this and shut down at the end.
+        runs_dir: folder of runs, by default data/runs.
+        show: progress.
+
+    Raises:
+        ConfigError, EngineError, ReplayError: see errors.py.
+    """
+    job = resolve_engines(config.job, print)
+    runs = runs_dir or RUNS_DIR
+    path, task = resolve_checkpoint(job.model.path), Task(job.task)
+    digests = {"checkpoint": digest_checkpoint(path), "task": task.digest()}
+    bare = JobConfig.build(job.resolved() | {"router_replay": {"enabled": False}})
+    content = {"job": identity(bare, digests), "arms": config.model_dump(mode="json", exclude={"job"})}
+    name = "frontier-" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+    for folder in (SHIPPED / name, runs / name):
+        if (folder / "facts.json").exists():
+            return _load(folder)
+    if session is not None:
+        found = _compute(config, bare, path, task, session, runs, show)
+    else:
+        with EngineSession() as own:
+            found = _compute(config, bare, path, task, own, runs, show)
+    folder = runs / name
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", content)
+    for part in ("table", "by_prompt", "calibration"):
+        write_table(folder / f"{part}.parquet", getattr(found, part))
+    write_json(folder / "facts.json", found.facts)  # last: its presence means that all is there
+    return found
+
+
+def _load(folder: Path) -> Frontier:
+    table, by_prompt, calibration = (
+        read_table(folder / f"{part}.parquet") for part in ("table", "by_prompt", "calibration")
+    )
+    return Frontier(table, by_prompt, calibration, json.loads((folder / "facts.json").read_text()))
+
+
+def _compute(
+    config: FrontierConfig, job: JobConfig, path: Path, task: Task, session: EngineSession, runs: Path, show: Style
+) -> Frontier:
+    base = run_job(job, session, runs_dir=runs, show=show)
+    special = special_tokens(path, load_tokenizer(path))
+    prompts = Prompts(job, task, load_tokenizer(path), special)
+    rollout, trainer = session.open(job, path, special)
+    kept = sorted((base.path / "checkpoints").glob("step-*"))
+    arms, parts = config.arms(), []
+    bar = progress("frontier", (len(kept) + 1) * config.rollouts, 0, show)
+    with tempfile.TemporaryDirectory() as start:
+        trainer.save(Path(start))
+        for place, folder in enumerate([Path(start), *kept]):
+            step = 0 if place == 0 else int(folder.name.removeprefix("step-"))
+            trainer.load(folder)
+            rollout.load_weights(trainer.weights(), 1000 + step)
+            number = FIRST_BATCH + 100 * step
+            flips = _flips(job, trainer, *_sample(job, prompts, rollout, number)[:2])
+            for i in range(config.rollouts):
+                sample, batch, objectives = _sample(job, prompts, rollout, number + 1 + i)
+                scores = score_arms(
+                    trainer, batch, sample, arms, temperature=job.rollout.sampling.temperature,
+                    objectives=objectives if config.updates else None, flips=flips,
+                )  # fmt: skip
+                where: dict[str, Any] = {"checkpoint": f"step {step}", "rollout": i}
+                seen = _calibration(flips, sample, scores.native.trace)
+                parts.append([t.assign(**where) for t in (scores.table, scores.by_prompt, seen)])
+                bar.step(place * config.rollouts + i + 1, f"step {step}")
+        trainer.load(Path(start))
+    bar.close()
+    table, by_prompt, calibration = (pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True))
+    facts = {
+        "rollout_engine": job.rollout.engine, "trainer_engine": job.trainer.engine, "run": base.path.name,
+        "checkpoints": [0, *(int(f.name.removeprefix("step-")) for f in kept)],
+        "environment": describe_environment(job.seed),
+    }  # fmt: skip
+    return Frontier(table, by_prompt, calibration, facts)
+
+
+def _sample(job: JobConfig, prompts: Prompts, rollout: Rollout, number: int) -> tuple[RolloutResult, TokenBatch, Any]:
+    """A batch of fresh prompts, and what makes the objective of its updates from an arm's old log-probs."""
+    problems = prompts.train(number)
+    sample, batch = prompts.sample(rollout, problems, derive_seed(job.seed, "frontier", number))
+    advantages, _ = group_advantages(prompts.rewards(sample, problems), batch.groups)
+    mask = batch.response_mask
+
+    def objectives(old: torch.Tensor, share: torch.Tensor) -> Objective:
+        return objective_of(job, old[share], advantages[share], mask[share])
+
+    return sample, batch, objectives
+
+
+def _flips(job: JobConfig, trainer: Trainer, sample: RolloutResult, batch: TokenBatch) -> FlipModel:
+    native = trainer.logprobs(batch, temperature=job.rollout.sampling.temperature, capture="margins").trace
+    assert native is not None
+    assert native.margins is not None
+    compared = agreement(sample.trace, native)
+    return FlipModel.empty().seen(native.margins, compared.flipped, compared.known)
+
+
+def _calibration(flips: FlipModel, sample: RolloutResult, native: Any) -> pd.DataFrame:
+    """Predicted P(flip) of earlier batches against the flips of this one, in ten groups of cells."""
+    compared = agreement(sample.trace, native)
+    use = compared.known & np.isfinite(native.margins)
+    predicted, flipped = flips.probability(native.margins[use]), compared.flipped[use]
+    order = np.argsort(predicted, kind="stable")
+    groups = np.array_split(order, 10)
+    rows = [
+        {"predicted": predicted[g].mean(), "observed": flipped[g].mean(), "cells": len(g)} for g in groups if len(g)
+    ]
+    return pd.DataFrame(rows)

@@ -1,0 +1,69 @@
+"""What a table of runs shows, from the table of steps of one run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from rar_lib.config import JobConfig
+from rar_lib.measure import Row
+from rar_lib.planner import Planner
+
+
+def summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: Row) -> dict[str, Any]:
+    """One flat record; what was not measured is None."""
+
+    def values(column: str) -> pd.Series:
+        return table[column].dropna() if column in table else pd.Series(dtype=float)
+
+    def mean(column: str, weight: str | None = None) -> float | None:
+        """Mean over steps; of a mean over tokens or cells, weighted by their number."""
+        column_values = values(column)
+        if column_values.empty:
+            return None
+        weights = None if weight is None else table.loc[column_values.index, weight]
+        return float(np.average(column_values, weights=weights))
+
+    def largest(column: str) -> float | None:
+        return None if values(column).empty else float(values(column).max())
+
+    def smallest(*columns: str) -> float | None:
+        seen = [float(values(c).min()) for c in columns if not values(c).empty]
+        return min(seen) if seen else None
+
+    tokens = "mismatch/rollout_old/tokens"
+    times = [c for c in table if str(c).startswith("time/")]
+    return {
+        "run": run,
+        "arm": config.router_replay.arm,
+        "policy": config.router_replay.policy,
+        "unit": config.router_replay.unit,
+        "budget": config.router_replay.budget,
+        "score": config.router_replay.score.estimator if "score" in Planner(config.router_replay).needs else None,
+        "nominal": mean("replay/nominal"),
+        "binding": mean("replay/binding"),
+        "target_shift": mean("replay/target_shift", tokens),
+        "executed_equals_resolved": smallest(
+            "replay/old/executed_equals_resolved", "replay/update/executed_equals_resolved"
+        ),
+        "rollout_engine": config.rollout.engine,
+        "trainer_engine": config.trainer.engine,
+        "seed": config.seed,
+        "steps": len(table),
+        "reward_first": float(table["reward/mean"].iloc[0]),
+        "reward_last": float(table["reward/mean"].iloc[-1]),
+        **facts,
+        "k3_rollout_old": mean("mismatch/rollout_old/k3", tokens),
+        "k3_old_new": mean("mismatch/old_new/k3", tokens),
+        "extreme_fraction_tau2": mean("mismatch/rollout_old/extreme_fraction_tau2", tokens),
+        "router_flip": mean("agreement/rollout_native/router_flip", "agreement/rollout_native/cells"),
+        "token_any_flip": mean("agreement/rollout_native/token_any_flip"),
+        "coverage": mean("replay/coverage"),
+        "missing": mean("replay/missing"),
+        "noise_floor_rollout": largest("noise_floor/rollout/k3"),
+        "noise_floor_trainer": largest("noise_floor/trainer/k3"),
+        "route_bytes_per_token": mean("routes/bytes_per_token"),
+        "seconds_per_step": {str(c).removeprefix("time/"): mean(str(c)) for c in times},
+    }
