@@ -10,39 +10,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from rar_lib.arms import Arm, score_arms
-from rar_lib.checkpoint import DATA_DIR, digest_checkpoint, load_tokenizer, resolve_checkpoint, special_tokens
+from rar_lib.checkpoint import DATA_DIR, digest_checkpoint, resolve_checkpoint
 from rar_lib.config import JobConfig
-from rar_lib.engines.base import Objective, Rollout, RolloutResult, TokenBatch, Trainer
 from rar_lib.engines.session import EngineSession, resolve_engines
-from rar_lib.job import objective_of, run_job
-from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.contrasts import Efficiencies, at_equal_binding, efficiencies, slope
 from rar_lib.metrics.replay import verdict
-from rar_lib.progress import Style, progress
-from rar_lib.prompts import Prompts
-from rar_lib.replay.flip_model import FlipModel
+from rar_lib.progress import Style
 from rar_lib.replay.plan import Unit
 from rar_lib.replay.policies import get_policy
-from rar_lib.rl.advantages import group_advantages
 from rar_lib.runs.store import RUNS_DIR, describe_environment, identity, read_table, write_json, write_table
-from rar_lib.seeding import derive_seed
+from rar_lib.stages import flip_calibration_table, stages
 from rar_lib.tasks import Task
 
 SHIPPED = DATA_DIR / "frontier"
-FIRST_BATCH = 10_000  # of prompts: far from those that the run trains on
 RANDOM = "random_route"
+
+
+logger = logging.getLogger("rar")
 
 
 class FrontierConfig(BaseModel):
@@ -99,17 +93,19 @@ class Frontier:
             table with arm, policy, budget (float), nominal, binding, target_shift, drift_planned, k3, efficiency, low, high;
             and the efficiencies behind it.
         """
-        rows, prompts = (t[(t["pass"] == when)].copy() for t in (self.table, self.by_prompt))
+        rows, prompts = (t[t["pass"] == when].copy() for t in (self.table, self.by_prompt))
         ends = rows["policy"].isin(["none", "full"])
-        rows = rows[ends | (rows["unit"] == unit)]
-        rows["label"] = [_label(p, b) for p, b in zip(rows["policy"], rows["budget"], strict=True)]
+        shown = {"slot": ("slot", "bias")}.get(unit, (unit,))  # λ adds to single experts
+        rows = rows[ends | rows["unit"].isin(shown)]
+        rows["label"] = [_arm_label(*row) for row in rows[["arm", "policy", "budget"]].itertuples(index=False)]
+        rows["budget"] = rows["budget"].astype(float)
         label = rows.drop_duplicates("arm").set_index("arm")["label"]
         prompts = prompts[prompts["arm"].isin(label.index)].assign(arm=lambda t: t["arm"].map(label))
         prompts = prompts.groupby(["checkpoint", "prompt", "arm"], as_index=False)[["tokens", "k3_sum"]].mean()
         found = efficiencies(prompts)
         columns = [c for c in ("nominal", "binding", "target_shift", "drift_planned", "k3") if c in rows]
-        mean = rows.astype(dict.fromkeys(columns, float)).groupby(["label", "policy"], as_index=False)[columns].mean()
-        mean["budget"] = [float(n.split()[-1]) if " " in n else np.nan for n in mean["label"]]
+        rows = rows.astype(dict.fromkeys(columns, float))
+        mean = rows.groupby(["label", "policy", "budget"], as_index=False, dropna=False)[columns].mean()
         return mean.rename(columns={"label": "arm"}).merge(found.table(), on="arm"), found
 
     def contrasts(self, unit: str, when: str, budget: str, against: Sequence[str]) -> pd.DataFrame:
@@ -155,6 +151,20 @@ class Frontier:
                     rows.append({"contrast": f"{name} - {other}", "value": difference[0], "low": low, "high": high})
         return pd.DataFrame(rows)
 
+    def verdict_table(self, unit: str, budget: str) -> pd.DataFrame:
+        """`verdicts` as text of fixed precision."""
+        return self.verdicts(unit, budget).assign(
+            **{
+                name: lambda t, name=name, form=form: [("undefined" if v is None else format(v, form)) for v in t[name]]
+                for name, form in (
+                    ("efficiency", ".2f"),
+                    ("left, low", ".2f"),
+                    ("target shift", ".1e"),
+                    ("drift planned", ".4f"),
+                )
+            }
+        )
+
     def verdicts(self, unit: str, budget: str) -> pd.DataFrame:
         """The verdict of each policy at one budget, in the old pass.
 
@@ -178,6 +188,19 @@ class Frontier:
                 }
             )  # fmt: skip
         return pd.DataFrame(rows)
+
+
+def contrast_table(contrasts: pd.DataFrame) -> pd.DataFrame:
+    """Contrasts as text of fixed precision, and whether their interval lies above or below 0."""
+    sign = ["above 0" if low > 0 else "below 0" if high < 0 else "contains 0" for low, high in
+            zip(contrasts["low"], contrasts["high"], strict=True)]  # fmt: skip
+    text = [f"{v:.2f} [{low:.2f}, {high:.2f}]" for v, low, high in contrasts[["value", "low", "high"]].to_numpy()]
+    return pd.DataFrame({"contrast": contrasts["contrast"], "difference [95 %]": text, "interval": sign})
+
+
+def _arm_label(arm: str, policy: str, budget: str | None) -> str:
+    """Draws of one control share a label; thresholds differ by their ratio."""
+    return arm if policy == "threshold" else _label(policy, budget)
 
 
 def _label(policy: str, budget: str | float | None) -> str:
@@ -213,10 +236,10 @@ def run_frontier(
         if (folder / "facts.json").exists():
             return _load(folder)
     if session is not None:
-        found = _compute(config, bare, path, task, session, runs, show)
+        found = _compute(config, bare, session, runs, show)
     else:
         with EngineSession() as own:
-            found = _compute(config, bare, path, task, own, runs, show)
+            found = _compute(config, bare, own, runs, show)
     folder = runs / name
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", content)
@@ -233,74 +256,25 @@ def _load(folder: Path) -> Frontier:
     return Frontier(table, by_prompt, calibration, json.loads((folder / "facts.json").read_text()))
 
 
-def _compute(
-    config: FrontierConfig, job: JobConfig, path: Path, task: Task, session: EngineSession, runs: Path, show: Style
-) -> Frontier:
-    base = run_job(job, session, runs_dir=runs, show=show)
-    special = special_tokens(path, load_tokenizer(path))
-    prompts = Prompts(job, task, load_tokenizer(path), special)
-    rollout, trainer = session.open(job, path, special)
-    kept = sorted((base.path / "checkpoints").glob("step-*"))
+def _compute(config: FrontierConfig, job: JobConfig, session: EngineSession, runs: Path, show: Style) -> Frontier:
     arms, parts = config.arms(), []
-    bar = progress("frontier", (len(kept) + 1) * config.rollouts, 0, show)
-    with tempfile.TemporaryDirectory() as start:
-        trainer.save(Path(start))
-        for place, folder in enumerate([Path(start), *kept]):
-            step = 0 if place == 0 else int(folder.name.removeprefix("step-"))
-            trainer.load(folder)
-            rollout.load_weights(trainer.weights(), 1000 + step)
-            number = FIRST_BATCH + 100 * step
-            flips = _flips(job, trainer, *_sample(job, prompts, rollout, number)[:2])
-            for i in range(config.rollouts):
-                sample, batch, objectives = _sample(job, prompts, rollout, number + 1 + i)
-                scores = score_arms(
-                    trainer, batch, sample, arms, temperature=job.rollout.sampling.temperature,
-                    objectives=objectives if config.updates else None, flips=flips,
-                )  # fmt: skip
-                where: dict[str, Any] = {"checkpoint": f"step {step}", "rollout": i}
-                seen = _calibration(flips, sample, scores.native.trace)
-                parts.append([t.assign(**where) for t in (scores.table, scores.by_prompt, seen)])
-                bar.step(place * config.rollouts + i + 1, f"step {step}")
-        trainer.load(Path(start))
-    bar.close()
-    table, by_prompt, calibration = (pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True))
-    facts = {
-        "rollout_engine": job.rollout.engine, "trainer_engine": job.trainer.engine, "run": base.path.name,
-        "checkpoints": [0, *(int(f.name.removeprefix("step-")) for f in kept)],
+    temperature = job.rollout.sampling.temperature
+    facts: dict[str, Any] = {
+        "rollout_engine": job.rollout.engine, "trainer_engine": job.trainer.engine, "stages": [],
         "environment": describe_environment(job.seed),
     }  # fmt: skip
+    for stage in stages(job, session, runs, show):
+        facts["run"], facts["stages"] = stage.run, [*facts["stages"], stage.name]
+        flips = stage.flips()
+        for i in range(config.rollouts):
+            sample, batch, objectives = stage.sample(1 + i)
+            scores = score_arms(
+                stage.trainer, batch, sample, arms, temperature=temperature,
+                objectives=objectives if config.updates else None, flips=flips,
+            )  # fmt: skip
+            where: dict[str, Any] = {"checkpoint": stage.name, "rollout": i}
+            seen = flip_calibration_table(flips, sample, scores.native)
+            parts.append([t.assign(**where) for t in (scores.table, scores.by_prompt, seen)])
+            logger.info("frontier: %s, rollout %d of %d", stage.name, i + 1, config.rollouts)
+    table, by_prompt, calibration = (pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True))
     return Frontier(table, by_prompt, calibration, facts)
-
-
-def _sample(job: JobConfig, prompts: Prompts, rollout: Rollout, number: int) -> tuple[RolloutResult, TokenBatch, Any]:
-    """A batch of fresh prompts, and what makes the objective of its updates from an arm's old log-probs."""
-    problems = prompts.train(number)
-    sample, batch = prompts.sample(rollout, problems, derive_seed(job.seed, "frontier", number))
-    advantages, _ = group_advantages(prompts.rewards(sample, problems), batch.groups)
-    mask = batch.response_mask
-
-    def objectives(old: torch.Tensor, share: torch.Tensor) -> Objective:
-        return objective_of(job, old[share], advantages[share], mask[share])
-
-    return sample, batch, objectives
-
-
-def _flips(job: JobConfig, trainer: Trainer, sample: RolloutResult, batch: TokenBatch) -> FlipModel:
-    native = trainer.logprobs(batch, temperature=job.rollout.sampling.temperature, capture="margins").trace
-    assert native is not None
-    assert native.margins is not None
-    compared = agreement(sample.trace, native)
-    return FlipModel.empty().seen(native.margins, compared.flipped, compared.known)
-
-
-def _calibration(flips: FlipModel, sample: RolloutResult, native: Any) -> pd.DataFrame:
-    """Predicted P(flip) of earlier batches against the flips of this one, in ten groups of cells."""
-    compared = agreement(sample.trace, native)
-    use = compared.known & np.isfinite(native.margins)
-    predicted, flipped = flips.probability(native.margins[use]), compared.flipped[use]
-    order = np.argsort(predicted, kind="stable")
-    groups = np.array_split(order, 10)
-    rows = [
-        {"predicted": predicted[g].mean(), "observed": flipped[g].mean(), "cells": len(g)} for g in groups if len(g)
-    ]
-    return pd.DataFrame(rows)

@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "seeding", "config", "traces", "metrics", "progress"},
     {"replay", "tasks", "checkpoint"},
     {"engines", "rl", "figures"},
-    {"measure", "planner", "prompts", "summary", "job", "runs", "arms", "frontier"},
+    {"measure", "planner", "prompts", "summary", "job", "runs", "arms", "stages", "frontier", "score_study"},
     {"cli", "__main__"},
 ]
 

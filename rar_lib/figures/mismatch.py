@@ -14,6 +14,7 @@ from rar_lib.figures.style import (
     POLICY_COLOUR,
     POLICY_MARKER,
     corner_note,
+    family,
     house_style,
     lines_by_policy,
     new_figure,
@@ -68,8 +69,8 @@ def _draw_ratios(axes: Any, ratios: pd.DataFrame) -> None:
             ratio,
             place,
             xerr=np.array([[ratio - low], [high - ratio]]),
-            color=POLICY_COLOUR.get(name, OKABE_ITO["black"]),
-            marker=POLICY_MARKER.get(name, "D"),
+            color=POLICY_COLOUR.get(family(name), OKABE_ITO["black"]),
+            marker=POLICY_MARKER.get(family(name), "D"),
             capsize=2,
         )
     axes.axvline(1, color=OKABE_ITO["grey"], linestyle="--", linewidth=1)

@@ -29,8 +29,27 @@ OKABE_ITO = {
     "purple": "#CC79A7",
     "grey": "#7F7F7F",
 }
-POLICY_COLOUR = {"none": OKABE_ITO["vermillion"], "R2": OKABE_ITO["orange"], "R3": OKABE_ITO["blue"]}
-POLICY_MARKER = {"none": "o", "R2": "s", "R3": "^"}
+# (colour, marker, line style): controls share a colour with what they control, and are dashed or dotted
+POLICY_STYLE: dict[str, tuple[str, str, str]] = {
+    "none": (OKABE_ITO["vermillion"], "o", "-"),
+    "R2": (OKABE_ITO["orange"], "s", "-"),
+    "R3": (OKABE_ITO["blue"], "^", "-"),
+    "fisher": (OKABE_ITO["green"], "D", "-"),
+    "permuted_fisher": (OKABE_ITO["green"], "d", "--"),
+    "inverse_fisher": (OKABE_ITO["green"], "x", ":"),
+    "swap": (OKABE_ITO["purple"], "P", "-"),
+    "margin": (OKABE_ITO["sky"], "v", "-"),
+    "disagree": (OKABE_ITO["black"], "*", "-"),
+    "frequency": (OKABE_ITO["yellow"], "<", "-"),
+    "threshold": (OKABE_ITO["orange"], "X", "--"),
+    "bias": (OKABE_ITO["blue"], "h", "--"),
+    "uniform": (OKABE_ITO["grey"], "s", "-"),
+    "random_route": (OKABE_ITO["grey"], "o", "--"),
+    "random_cell": (OKABE_ITO["grey"], ">", ":"),
+    "random_cell_resampled": (OKABE_ITO["grey"], "1", ":"),
+}
+POLICY_COLOUR = {name: style[0] for name, style in POLICY_STYLE.items()}
+POLICY_MARKER = {name: style[1] for name, style in POLICY_STYLE.items()}
 COLUMN_WIDTH = 3.5  # inches
 PAGE_WIDTH = 7.0
 RC: dict[Any, Any] = {
@@ -56,29 +75,36 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def new_figure(width: float = COLUMN_WIDTH, height: float = 2.6, columns: int = 1) -> tuple[Figure, Any]:
-    """A figure with one axes, or an array of them side by side.
+def new_figure(
+    width: float = COLUMN_WIDTH, height: float = 2.6, columns: int = 1, rows: int = 1, **more: Any
+) -> tuple[Figure, Any]:
+    """A figure with one axes, or an array of them.
 
     It is closed for pyplot, so that a notebook shows it only where it is asked to.
     """
-    figure, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
+    figure, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **more)
     plt.close(figure)
-    for one in np.atleast_1d(axes):
+    for one in np.ravel(axes):
         sns.despine(ax=one)
     return figure, axes
 
 
+def family(label: str) -> str:
+    """The policy in a label such as `margin 0.25`."""
+    return label.partition(" ")[0]
+
+
 def policies(table: pd.DataFrame) -> list[str]:
-    """The policies of a table in the house's order.
+    """The labels of a table's column `policy` in the house's order; a label begins with the policy's name.
 
     Raises:
         ValueError: for a policy without a colour.
     """
-    found = set(table["policy"])
-    unknown = found - set(POLICY_COLOUR)
+    found, order = set(table["policy"]), list(POLICY_STYLE)
+    unknown = {name for name in found if family(name) not in order}
     if unknown:
-        raise ValueError(f"policy: expected one of {', '.join(POLICY_COLOUR)}, found {', '.join(sorted(unknown))}")
-    return [name for name in POLICY_COLOUR if name in found]
+        raise ValueError(f"policy: expected one of {', '.join(order)}, found {', '.join(sorted(unknown))}")
+    return sorted(found, key=lambda name: (order.index(family(name)), name))
 
 
 def mean_and_band(values: pd.DataFrame, *, seed: int = 0, resamples: int = 1000) -> tuple[np.ndarray, ...]:
@@ -110,13 +136,14 @@ def lines_by_policy(axes: Any, table: pd.DataFrame) -> int:
         axes.plot(
             steps,
             mean,
-            color=POLICY_COLOUR[name],
-            marker=POLICY_MARKER[name],
+            color=POLICY_COLOUR[family(name)],
+            marker=POLICY_MARKER[family(name)],
+            linestyle=POLICY_STYLE[family(name)][2],
             label=name,
             markevery=max(1, len(steps) // 20),
         )
         if len(wide) > 1:
-            axes.fill_between(steps, low, high, color=POLICY_COLOUR[name], alpha=0.2, linewidth=0)
+            axes.fill_between(steps, low, high, color=POLICY_COLOUR[family(name)], alpha=0.2, linewidth=0)
         most = max(most, len(wide))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return most

@@ -106,7 +106,7 @@ def policy_table(runs: Sequence[RunResult]) -> pd.DataFrame:
         summary, ratio = run.summary, paired_ratio(run.paired)
         rows.append(
             {
-                "policy": summary["arm"],
+                "policy": run.label,
                 "reward first": _number(summary["reward_first"], ".3f"),
                 "reward last": _number(summary["reward_last"], ".3f"),
                 "k3 rollout/old": _number(summary["k3_rollout_old"], ".2e"),
@@ -134,7 +134,7 @@ def step_table(runs: Sequence[RunResult], columns: dict[str, str]) -> pd.DataFra
     parts = [
         pd.DataFrame(
             {
-                "policy": run.arm,
+                "policy": run.label,
                 "seed": run.summary["seed"],
                 "step": run.metrics["step"],
                 "quantity": name,
@@ -154,7 +154,7 @@ def layer_flip_table(runs: Sequence[RunResult]) -> pd.DataFrame:
     parts = [
         pd.DataFrame(
             {
-                "policy": run.arm,
+                "policy": run.label,
                 "seed": run.summary["seed"],
                 "step": run.metrics["step"],
                 "layer": int(str(column).removeprefix(prefix)),

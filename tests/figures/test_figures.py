@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -10,8 +11,19 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 
-from rar_lib.figures import flips_by_layer, mismatch_by_step, reward_by_step, save_figure
-from rar_lib.figures.style import POLICY_COLOUR, POLICY_MARKER, mean_and_band
+from rar_lib.figures import (
+    estimator_agreement,
+    flip_calibration,
+    flips_by_layer,
+    frontier,
+    mismatch_by_step,
+    reward_by_step,
+    save_figure,
+    score_map,
+    score_stability,
+)
+from rar_lib.figures.style import POLICY_COLOUR, POLICY_MARKER, POLICY_STYLE, mean_and_band
+from rar_lib.replay.policies import POLICIES
 
 
 def steps(policies: tuple[str, ...] = ("none", "R3"), seeds: int = 1) -> pd.DataFrame:
@@ -111,3 +123,62 @@ def test_saving_writes_three_files_the_same_twice_and_leaves_the_style_alone(tmp
         assert one == two
     assert dict(mpl.rcParams) == before
     assert pd.read_csv(tmp_path / "a" / "reward.csv").equals(table)
+
+
+def curve(policy: str, budgets: tuple[float, ...] = (0.1, 0.5)) -> list[dict[str, Any]]:
+    return [
+        {"policy": policy, "nominal": b, "binding": b / 50, "efficiency": b, "low": b - 0.1, "high": b + 0.2}
+        for b in budgets
+    ]
+
+
+def test_the_frontier_joins_none_the_policy_and_full() -> None:
+    ends = [{"policy": "none", "nominal": 0.0, "binding": 0.0, "efficiency": 0.0, "low": 0.0, "high": 0.0},
+            {"policy": "full", "nominal": 1.0, "binding": 0.02, "efficiency": 1.0, "low": 1.0, "high": 1.0}]  # fmt: skip
+    table = pd.DataFrame([*curve("margin"), *curve("fisher"), *curve("bias"), *ends])
+    figure = frontier({"before": table, "after": table})
+    assert len(figure.axes) == 4
+    nominal, binding = figure.axes[:2]
+    path = nominal.lines[0]
+    assert path.get_xdata().tolist() == [0, 0.1, 0.5, 1]
+    assert path.get_ydata().tolist() == [0, 0.1, 0.5, 1]
+    assert [t.get_text() for t in figure.legends[0].texts] == ["fisher", "margin", "bias"]
+    assert len(nominal.containers) == 2  # λ has no nominal share
+    assert len(binding.containers) == 3
+    assert {to_hex(c.lines[0].get_color()).upper() for c in nominal.containers} == {
+        POLICY_COLOUR["fisher"],
+        POLICY_COLOUR["margin"],
+    }
+    assert nominal.get_ylabel() == "efficiency, before"
+
+
+def test_every_policy_has_a_look_of_its_own() -> None:
+    assert set(POLICIES) - {"full"} <= set(POLICY_STYLE)
+    assert len(set(POLICY_STYLE.values())) == len(POLICY_STYLE)
+
+
+def test_a_score_map_diverges_at_the_layers_median_and_hatches_what_has_no_score() -> None:
+    values = np.array([[1.0, 2.0, 4.0, -np.inf], [3.0, 3.0, 3.0, 12.0]])
+    axes, _ = score_map(values, [1, 5], "gate").axes
+    shown = axes.images[0].get_array()
+    assert np.asarray(shown)[0, :3].tolist() == [-1, 0, 1]
+    assert np.asarray(shown)[1].tolist() == [0, 0, 0, 2]
+    assert np.isnan(np.asarray(shown.filled(np.nan) if hasattr(shown, "filled") else shown)[0, 3])
+    assert axes.images[0].get_clim() == (-2, 2)
+    assert len(axes.patches) == 1
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["1", "5"]
+
+
+def test_agreement_stability_and_calibration_show_their_tables() -> None:
+    names = ["gate", "param"]
+    pairs = pd.DataFrame([{"a": a, "b": b, "spearman": 1.0 if a == b else 0.25} for a in names for b in names])
+    (axes,) = estimator_agreement(pairs).axes
+    assert sorted(t.get_text() for t in axes.texts if t.get_text()[0].isdigit()) == ["0.25", "0.25", "1.00", "1.00"]
+    stable = pd.DataFrame({"name": names * 2, "spearman": [0.8, 0.4, 0.7, 0.5], "null_low": -0.3, "null_high": 0.3})
+    (axes,) = score_stability(stable).axes
+    assert axes.lines[0].get_xdata().tolist() == [-0.3, 0.3]
+    assert axes.lines[1].get_xdata().tolist() == [0.8, 0.7]
+    table = pd.DataFrame({"predicted": [0.001, 0.1], "observed": [0.0, 0.2], "cells": [100, 100]})
+    (axes,) = flip_calibration(table).axes
+    assert axes.lines[1].get_ydata().tolist() == [0.2]
+    assert axes.lines[2].get_ydata().tolist() == [0.005]  # half a flip: nothing happened there
