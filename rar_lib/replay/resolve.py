@@ -30,7 +30,8 @@ def resolve(recorded: torch.Tensor, planned: torch.Tensor, scores: torch.Tensor,
     partial = (some & ~whole)[:, 0]
     ids = torch.where(whole, recorded, native)
     if partial.any():
-        ids[partial] = _fill(recorded[partial], keep[partial], scores[partial], native[partial])
+        # detached first: an index into a graph would save tensors that recompute, which is told its ids, does not
+        ids[partial] = _fill(recorded[partial], keep[partial], scores.detach()[partial], native[partial])
     return ids
 
 
@@ -40,7 +41,7 @@ def _fill(recorded: torch.Tensor, keep: torch.Tensor, scores: torch.Tensor, nati
     The best K - |P| experts outside P are all among the router's own K, so nothing else is looked at: group limits hold,
     and a tie falls as the router let it fall.
     """
-    by_score = scores.detach().gather(1, native).argsort(dim=-1, descending=True, stable=True)
+    by_score = scores.gather(1, native).argsort(dim=-1, descending=True, stable=True)
     ordered = native.gather(1, by_score)
     held = torch.where(keep, recorded, -1)
     free = ~(ordered[:, :, None] == held[:, None, :]).any(-1)
@@ -59,12 +60,13 @@ def resolve_biased(
         bias: `[E]` λ >= 0 of this layer, in units of the ranked scores; 0 is native, infinity is R3.
 
     Returns:
-        `[rows, K]` int64. Where the set is the native one, `native` itself; else where it is the recorded one, `recorded`
-        itself. Ties go to the native expert, so that a pair is swapped only if its score gap is below λ.
+        `[rows, K]` int64. Where λ is 0 for all recorded experts of a row, `native` itself; else where the set is the
+        recorded one, `recorded` itself, slot order included, and where it is only the native one, `native`. Ties go to the
+        native expert, so that a pair is swapped only if its score gap is below λ.
     """
     wide = scores.detach()
-    offered = (planned & (recorded[:, 0] >= 0))[:, None]
     held = recorded.clamp_min(0)
+    offered = (planned & (recorded[:, 0] >= 0) & (bias[held] > 0).any(-1))[:, None]
     mine = (native[:, :, None] == held[:, None, :]) & offered[..., None]  # [rows, native slot, recorded slot]
     kept, foreign = mine.any(-1), offered & ~mine.any(1)
     own = wide.gather(1, native) + torch.where(kept, bias[native], 0)
@@ -73,5 +75,5 @@ def resolve_biased(
     best = torch.cat([own, theirs], 1).argsort(dim=-1, descending=True, stable=True)[:, : native.shape[1]]
     swapped = (best >= native.shape[1]).any(-1, keepdim=True)
     ids = torch.where(swapped, candidates.gather(1, best), native)
-    whole = swapped & (ids[:, :, None] == held[:, None, :]).any(1).all(-1, keepdim=True)
+    whole = offered & (ids[:, :, None] == held[:, None, :]).any(1).all(-1, keepdim=True)
     return torch.where(whole, recorded, ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,55 @@ def test_no_budget_is_none_and_the_whole_budget_is_r3(
         b = both_passes(build(engine, checkpoint, recompute), sampled, partial)
         assert torch.equal(a[0], b[0])
         assert torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_no_bonus_is_none_and_an_infinite_one_is_r3(
+    engine: str, recompute: bool, checkpoint: Path, sampled: Sampled
+) -> None:
+    trace = sampled.result.trace
+    cells = (trace.header.num_layers, trace.header.num_experts)
+    for reference, size in ((None, 0.0), (Replay.full(trace), np.inf)):
+        plan = replace(full_plan(trace), unit="bias", bias=np.full(cells, size, np.float32))
+        a = both_passes(build(engine, checkpoint, recompute), sampled, reference)
+        b = both_passes(build(engine, checkpoint, recompute), sampled, Replay(trace, plan))
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_measuring_changes_no_bit_and_counts_what_happened(
+    engine: str, recompute: bool, checkpoint: Path, sampled: Sampled
+) -> None:
+    """Router gradients of forced and free slots add up to those of a pass that forces nothing by name."""
+    batch, mask = sampled.batch, sampled.batch.response_mask
+    advantages, results = torch.linspace(-1, 1, len(batch)), []
+    replay = planned(sampled, "uniform", "slot", "1/4")
+    for measure in (False, True):
+        trainer = build(engine, checkpoint, recompute)
+        old = trainer.logprobs(batch, temperature=1.0, replay=replay, measure=measure)
+        objective = lambda logp, rows, old=old: grpo_loss(  # noqa: E731
+            logp, old.logprobs[rows], advantages[rows], mask[rows], 0.2, 0.2
+        )
+        update = trainer.update(batch, objective, temperature=1.0, replay=replay, measure=measure)
+        results.append((old.logprobs, gradients(trainer), update))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    counts, bare = results[1][2].counts, results[0][2].counts
+    assert (bare.cells, bare.forced_slots) == (0, 0)
+    assert bare.executed_equals_resolved == counts.executed_equals_resolved == 1
+    assert counts.compared == bare.compared == (2 if recompute else 1) * 4 * batch.tokens.numel()
+    cells = int(replay.trace.recorded.sum())
+    assert counts.cells == cells
+    assert counts.forced_slots + counts.free_slots == 2 * cells
+    assert counts.forced_slots >= replay.plan.budget
+    assert counts.kept / (2 * cells) > 0.9
+    assert counts.regret is not None
+    assert counts.regret >= 0
+    assert counts.router_gradient("forced") is not None
+    assert counts.router_gradient("free") is not None
 
 
 @pytest.mark.parametrize("unit", UNITS)

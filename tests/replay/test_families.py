@@ -53,9 +53,34 @@ def test_recording_and_own_replay_change_no_bit(model: Any) -> None:
     native = logits(model)
     with recording(model):
         assert torch.equal(native, logits(model))
-    with replaying(model, record(model)) as replay:
+    with replaying(model, record(model), measure=True) as replay:
         assert torch.equal(native, logits(model))
     assert replay.changed_cells == 0
+    counts = replay.counts()
+    assert (counts.executed_equals_resolved, counts.regret) == (1, 0)
+    assert counts.kept == counts.cells * find_points(model).points[0].top_k
+
+
+def test_experts_that_get_other_ids_than_were_resolved_are_counted(model: Any) -> None:
+    """What lies between the router and its experts is watched: here it exchanges expert 0 with another on its way."""
+    with recording(model) as seen:
+        logits(model)
+    used = seen.take(len(TOKENS))
+    trace = record(model)
+
+    def meddles(module: Any, args: Any) -> Any:
+        return (args[0], torch.where(args[1] == 0, 1, torch.where(args[1] == 1, 0, args[1])), *args[2:])
+
+    with replaying(model, trace) as replay:
+        logits(model)
+        assert replay.counts().executed_equals_resolved == 1
+        handle = find_points(model).experts[-1].register_forward_pre_hook(meddles, prepend=True)
+        logits(model)
+        handle.remove()
+    counts = replay.counts()
+    touched = int((used[:, :, -1] <= 1).any(-1).sum())
+    assert counts.differing == touched > 0
+    assert counts.executed_equals_resolved == 1 - touched / counts.compared
 
 
 def test_foreign_routes_get_the_weights_of_the_familys_rule(name: str, model: Any) -> None:
