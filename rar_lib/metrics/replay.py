@@ -79,14 +79,17 @@ def efficiency(k3_none: float, k3_plan: float, k3_full: float, noise_floor: floa
 
 
 def target_shift(replayed: Array, native: Array, mask: Array) -> float | None:
-    """k3 of the replayed policy against the native one at the same θ, 0 for none: the bias that replay buys.
+    """k3 of the native policy against the replayed one at the same θ, 0 for none: the bias that replay buys.
+
+    Δ = log π_native - log π_replayed, so that it estimates KL(replayed‖native): the tokens come from the rollout, which
+    the replayed policy follows. The other direction is carried by single tokens: where a flip makes a sampled token
+    improbable natively, π_replayed/π_native has no bound (means of 20 nats a token were seen).
 
     Args:
         replayed, native: `[S, T]` log-probs of the same tokens, in nats.
-        mask: `[S, T]` bool, response tokens. They were drawn by the rollout, so this is a mean over its tokens and no
-            estimate of a divergence between the two.
+        mask: `[S, T]` bool, response tokens.
     """
-    return k3(replayed, native, mask)
+    return k3(native, replayed, mask)
 
 
 def drift(

@@ -83,7 +83,9 @@ class ReplayDiagnostics(_Record):
     old: PassDiagnostics
     update: PassDiagnostics
     target_shift: float | None = Field(
-        None, ge=0, description="k3 of the replayed against the native policy at the weights that sampled"
+        None,
+        ge=0,
+        description="k3 of the native against the replayed policy (an estimate of KL(replayed||native)) at the weights that sampled",
     )
     drift_planned: float | None = Field(
         None, ge=0, le=1, description="planned cells whose native_free set changed over the updates of the batch"

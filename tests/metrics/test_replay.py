@@ -111,7 +111,9 @@ def test_target_shift_is_nothing_for_none_and_k3_otherwise() -> None:
     mask = np.array([[True, True], [True, False]])
     assert m.target_shift(native, native, mask) == 0
     replayed = native + np.array([[np.log(2), 0], [0, 5.0]])  # the last is masked
-    assert m.target_shift(replayed, native, mask) == pytest.approx((2 - 1 - np.log(2)) / 3)
+    assert m.target_shift(replayed, native, mask) == pytest.approx(
+        (0.5 - 1 + np.log(2)) / 3
+    )  # Δ = -log 2 at one of three
 
 
 def test_drift_on_planned_cells_and_on_the_others() -> None:
