@@ -231,6 +231,10 @@ def test_swap_weighs_the_price_by_the_chance() -> None:
     slots = make_plan("swap", seen, "slot", "1/3").planned[:, 0]
     # the expert at the margin of token 0, and the expert that the live set of token 2 lacks
     assert slots.tolist() == [[False, True], [False, False], [False, True], [False, False]]
+    wide = gaps.copy()
+    wide[0, 0, 1] = 1.5  # the dearest exchange, and one that hardly ever happens
+    rare = replace(seen, signals=replace(seen.signals, gaps=wide))  # type: ignore[type-var]
+    assert make_plan("swap", rare, "token_layer", "1/3").planned[:, 0].tolist() == [False, False, True, False]
 
 
 def test_threshold_by_hand() -> None:
