@@ -45,7 +45,7 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --nbval-lax --nbval-cell-timeout=900 -W default notebooks/01_quickstart.ipynb
+	$(BIN)/python -m pytest --nbval-lax --nbval-cell-timeout=900 -W default $(wildcard notebooks/*.ipynb)
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab --ip=127.0.0.1 --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)

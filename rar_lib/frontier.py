@@ -124,7 +124,8 @@ class Frontier:
 
         smallest = min(betas)
         add(f"replay at all: random {smallest:g} - none", found.difference(betas[smallest], "none"))
-        add("budget: slope of random", slope(found, betas))
+        if len(betas) > 1:
+            add("budget: slope of random", slope(found, betas))
         policies = [p for p in table["policy"].unique() if _label(p, budget) in arms and p != RANDOM]
         for name in policies:
             add(f"choice: {name} - random", found.difference(_label(name, budget), _label(RANDOM, budget)))

@@ -141,14 +141,9 @@ class Taps:
             point.begin()  # what comes next is another micro-batch
 
     def _resampled(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """ℓ of tokens drawn at the same contexts; a draw depends on seed, sequence and position alone."""
-        start = hash_text(self.request.seed, "resampled")
-        names = np.array([hash_text(self.batch.uids[i]) for i in rows.tolist()], dtype=np.uint64)
-        positions = np.arange(self.batch.tokens.shape[1], dtype=np.uint64)
-        drawn = torch.from_numpy(uniform_from(mix(mix(names ^ start)[:, None] ^ positions[None, :])))
-        cumulative = (logits.detach()[:, :-1].double() / self.temperature).softmax(-1).cumsum(-1)
-        labels = self.batch.tokens[rows].clone()
-        labels[:, 1:] = (drawn[:, 1:, None].to(cumulative.device) * cumulative[..., -1:] > cumulative).sum(-1).cpu()
+        """ℓ of tokens drawn at the same contexts."""
+        uids = [self.batch.uids[i] for i in rows.tolist()]
+        labels = draw_labels(logits.detach(), self.batch.tokens[rows], uids, self.request.seed, self.temperature)
         return response_logprobs(logits, labels, self.batch.response_mask[rows], self.temperature)
 
     def _layer(
@@ -240,6 +235,31 @@ class Taps:
             packed["exact"] = exact.numpy()
         name = self.request.labels + ("" if self.temperature == 1 else f", temperature {self.temperature:g}")
         return RouteSignals(labels=name, **packed)
+
+
+def draw_labels(
+    logits: torch.Tensor, tokens: torch.Tensor, uids: Sequence[str], seed: int, temperature: float
+) -> torch.Tensor:
+    """A token drawn at each position given the true ones before it: `[n, T]`, position 0 as it was.
+
+    A draw depends on seed, name of the sequence and position alone, not on the batch.
+
+    Args:
+        logits: `[n, T, V]`, row t predicts token t + 1.
+        tokens: `[n, T]` int64.
+        uids: name of each sequence.
+        seed: of the draw.
+        temperature: divides the logits.
+    """
+    start = hash_text(seed, "resampled")
+    names = np.array([hash_text(uid) for uid in uids], dtype=np.uint64)
+    positions = np.arange(tokens.shape[1], dtype=np.uint64)
+    uniform = torch.from_numpy(uniform_from(mix(mix(names ^ start)[:, None] ^ positions[None, :])))
+    cumulative = (logits[:, :-1].double() / temperature).softmax(-1).cumsum(-1)
+    below = uniform[:, 1:, None].to(cumulative.device) * cumulative[..., -1:] > cumulative
+    labels = tokens.clone()
+    labels[:, 1:] = below.sum(-1).cpu()
+    return labels
 
 
 @contextlib.contextmanager

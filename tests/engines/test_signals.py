@@ -17,7 +17,7 @@ from rar_lib.engines.hf_experts import HFBlock
 from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.megatron_trainer import MegatronTrainer
-from rar_lib.engines.taps import open_taps
+from rar_lib.engines.taps import draw_labels, open_taps
 from rar_lib.errors import ConfigError, EngineError
 from rar_lib.replay import recording
 from rar_lib.replay.points import find_points
@@ -282,6 +282,23 @@ def test_resampled_labels_are_draws_of_the_trainer_whatever_the_split(trainer: A
     assert (wide.signals.labels, rollout.signals.labels) == ("resampled", "rollout")
     cool = trainer.logprobs(sampled.batch, temperature=0.5, capture=True, signals=ALL)
     assert cool.signals.labels == "rollout, temperature 0.5"  # not the Fisher information of π: it says so
+
+
+def test_labels_are_drawn_from_the_distribution_and_apart_at_each_position() -> None:
+    p = torch.tensor([0.5, 0.3, 0.2, 0.0])
+    logits = p.log().clamp_min(-100).expand(100, 51, 4)
+    tokens = torch.zeros(100, 51, dtype=torch.int64)
+    names = [f"s{i}" for i in range(100)]
+    labels = draw_labels(logits, tokens, names, 0, 1.0)[:, 1:]
+    share = torch.bincount(labels.reshape(-1), minlength=4) / labels.numel()
+    assert torch.allclose(share, p, atol=0.03)
+    expected = float((p**2).sum())  # of two independent draws being alike
+    for one, two in ((labels[:, 1:], labels[:, :-1]), (labels[1:], labels[:-1])):
+        assert float((one == two).double().mean()) == pytest.approx(expected, abs=0.03)
+    cold = draw_labels(logits, tokens, names, 0, 0.05)[:, 1:]
+    assert (cold == 0).double().mean() > 0.99
+    assert torch.equal(draw_labels(logits[:3], tokens[:3], names[:3], 0, 1.0)[:, 1:], labels[:3])
+    assert not torch.equal(draw_labels(logits, tokens, names, 1, 1.0)[:, 1:], labels)
 
 
 def test_requests_that_make_no_sense_are_refused(trainer: Any, sampled: Sampled) -> None:

@@ -87,11 +87,62 @@ def test_the_linter_finds_each_breach() -> None:
         assert breach in text
 
 
-def test_quickstart_parameters_are_names_of_the_config() -> None:
-    notebook = nbformat.read(ROOT / "notebooks" / "01_quickstart.ipynb", as_version=4)
+OWN_PARAMETERS = {
+    "01_quickstart": {"native_steps"},
+    "03_fisher_scores": set(),
+    "04_budget_frontier": {"rollouts", "control_seeds", "budgets", "budget_shown", "synthetic_sequences"},
+}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_parameters_are_names_of_the_config(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
     (cell,) = (c for c in notebook.cells if "parameters" in c.metadata.get("tags", []))
     names = {line.partition(":")[0] for line in cell.source.splitlines() if not line.startswith("#")}
-    assert names - set(FLAT_NAMES) == {"native_steps", "runs_dir", "out_dir"}
+    assert names - set(FLAT_NAMES) == OWN_PARAMETERS[path.stem] | {"runs_dir", "out_dir"}
+
+
+def smoke(name: str, folder: Path, parameters: dict[str, Any]) -> Any:
+    """A notebook through papermill on the real engines at the smallest size that shows something."""
+    import papermill
+
+    out = folder / name
+    out.mkdir()
+    small = {"engine": "real", "steps": 2, "checkpoint_every": 1, "prompts_per_step": 16, "group_size": 4}
+    given = small | parameters | {"runs_dir": str(folder), "out_dir": str(out)}
+    source = ROOT / "notebooks" / f"{name}.ipynb"
+    papermill.execute_notebook(source, out / "done.ipynb", given, progress_bar=False, kernel_name="python3")
+    return nbformat.read(out / "done.ipynb", as_version=4)
+
+
+def images(notebook: Any) -> int:
+    outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
+    return sum("image/png" in o.get("data", {}) for o in outputs)
+
+
+def printed(notebook: Any) -> str:
+    return "".join(
+        o.text for c in notebook.cells if c.cell_type == "code" for o in c.outputs if o.output_type == "stream"
+    )
+
+
+def test_scores_and_frontier_through_papermill_on_the_real_engines(tmp_path: Path) -> None:
+    scores = smoke("03_fisher_scores", tmp_path, {})
+    assert images(scores) == 4
+    assert "vllm + megatron step 0 step 1 step 2" in printed(scores)
+    table = pd.read_csv(tmp_path / "03_fisher_scores" / "scores.csv")
+    assert table["estimator"].tolist() == ["gate", "param", "param_exact", "swap"]
+    more = {"rollouts": 1, "control_seeds": 1, "budgets": "0.25", "synthetic_sequences": 32}
+    frontier = smoke("04_budget_frontier", tmp_path, more)
+    assert images(frontier) == 3
+    assert "vllm + megatron: step 0, step 1, step 2; 1 batches at each" in printed(frontier)
+    out = tmp_path / "04_budget_frontier"
+    contrasts = pd.read_csv(out / "contrasts_nominal.csv")["contrast"].tolist()
+    for name in ("replay at all: random 0.25 - none", "choice: fisher - random", "left: R3 - swap", "fisher - margin",
+                 "swap - disagree", "fisher - permuted_fisher"):  # fmt: skip
+        assert name in contrasts
+    assert len(pd.read_csv(out / "contrasts_binding.csv")) == 10
+    assert set(pd.read_csv(out / "verdicts.csv")["policy"]) >= {"fisher", "swap", "margin", "disagree", "uniform"}
 
 
 def test_quickstart_through_papermill_on_the_real_engines(tmp_path: Path) -> None:
