@@ -199,10 +199,16 @@ def vllm_worker(connection: Any, path: Path, capture: bool) -> None:
     rollout.shutdown()
 
 
-def larger_checkpoint(folder: Path) -> Path:
-    """A random Qwen3-MoE of 13 M parameters beside the shipped one's half million: what does not grow with it fades."""
+LARGER = {
+    "13 M": {"hidden_size": 256, "moe_intermediate_size": 192, "num_hidden_layers": 5},
+    "61 M": {"hidden_size": 512, "moe_intermediate_size": 384, "num_hidden_layers": 6},
+}
+
+
+def larger_checkpoint(folder: Path, size: str) -> Path:
+    """A random Qwen3-MoE beside the shipped one of half a million parameters: what does not grow with it fades."""
     tokenizer = load_tokenizer(resolve_checkpoint(REAL.model.path))
-    with mock.patch.dict(TINY_MOE, {"hidden_size": 256, "moe_intermediate_size": 192, "num_hidden_layers": 5}):
+    with mock.patch.dict(TINY_MOE, LARGER[size]):
         save_checkpoint(build_model(tokenizer, 0), tokenizer, folder)
     return folder
 
@@ -261,9 +267,12 @@ def main() -> None:
             "planning": planning_seconds(),
             "recording_over_none": {
                 "hf": hf_recording_overhead(options.rounds), "vllm": vllm_recording_overhead(resolve_checkpoint(REAL.model.path), options.rounds),
-                "vllm, a model of 13 M parameters": vllm_recording_overhead(
-                    larger_checkpoint(Path(folder) / "larger"), options.rounds
-                ),
+                **{
+                    f"vllm, a model of {size} parameters": vllm_recording_overhead(
+                        larger_checkpoint(Path(folder) / size.replace(" ", ""), size), max(8, options.rounds // 2)
+                    )
+                    for size in LARGER
+                },
             },
             "weight_sync_share_of_a_step": sync_share(Path(folder)),
             "environment": describe_environment(0) | {"processor": platform.processor() or platform.machine()},

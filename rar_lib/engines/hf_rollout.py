@@ -79,7 +79,7 @@ class HFRollout:
         responses: list[tuple[int, ...]] = [()] * len(prompts)
         scores: list[tuple[float, ...]] = [()] * len(prompts)
         routes: list[np.ndarray] = [np.zeros(0)] * len(prompts)
-        with torch.no_grad(), self._noise(seed), recording(self.model) as record:
+        with torch.no_grad(), self._noise(seed), recording(self.model, at_the_experts=True) as record:
             for chosen in by_length.values():
                 tokens, logp, ids = self._sample(
                     torch.tensor([list(prompts[i]) for i in chosen]), sampling, [uids[i] for i in chosen], seed, record

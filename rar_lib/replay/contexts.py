@@ -19,26 +19,39 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from rar_lib.errors import ReplayError
 from rar_lib.replay.force import Replaying
 from rar_lib.replay.plan import ReplayPlan, full_plan
-from rar_lib.replay.points import selecting, tapping, watching
+from rar_lib.replay.points import at_experts, selecting, tapping, watching
 from rar_lib.replay.record import Recording
 from rar_lib.traces.trace import RouteTrace
 
 
 @contextmanager
-def recording(model: torch.nn.Module, *, margins: bool = False, scores: bool = False) -> Iterator[Recording]:
+def recording(
+    model: torch.nn.Module, *, margins: bool = False, scores: bool = False, at_the_experts: bool = False
+) -> Iterator[Recording]:
     """Record which experts every router of a model uses. Numbers are unchanged, bit for bit.
 
     Args:
         model: a Transformers MoE, or a Megatron model built by this library.
         margins: keep the margins of the live scores too: in the trace, and after `take` in `last`.
         scores: keep the ranked scores themselves, `[.., L, E]`: E values a cell, so for small models or few tokens.
+        at_the_experts: listen to what the experts of a Transformers model are called with instead of intercepting the pick:
+            the same ids for a fraction of the cost, without margins or scores. For rollouts.
+
+    Raises:
+        ReplayError: for margins or scores at the experts, where there are none.
     """
+    if at_the_experts and (margins or scores):
+        raise ReplayError("recording at the experts sees no scores; margins and scores are recorded at the pick")
     record = Recording(model, margins=margins, scores=scores)
     handle = model.register_forward_pre_hook(record._saw_inputs, with_kwargs=True)
+    listening = (
+        at_experts(model, record._hear) if at_the_experts else selecting(model, [record._select] * len(record._points))
+    )
     try:
-        with selecting(model, [record._select] * len(record._points)):
+        with listening:
             yield record
     finally:
         handle.remove()

@@ -251,8 +251,12 @@ class _TransformersPoints:
                     router.forward = before
 
     def watch(self) -> Callable[[], None]:
+        return self.at_experts(SelectionPoint.executed)
+
+    def at_experts(self, call: Callable[[SelectionPoint, torch.Tensor], None]) -> Callable[[], None]:
+        """Call with each point and the ids that its experts are given; returns what stops it."""
         handles = [
-            experts.register_forward_pre_hook(_tells(point))
+            experts.register_forward_pre_hook(_tells(point, call))
             for point, experts in zip(self.points, self.experts, strict=True)
         ]
 
@@ -272,11 +276,11 @@ def _experts_beside(model: torch.nn.Module, router: str, kind: str) -> torch.nn.
     return experts
 
 
-def _tells(point: SelectionPoint) -> Callable[..., None]:
+def _tells(point: SelectionPoint, call: Callable[[SelectionPoint, torch.Tensor], None]) -> Callable[..., None]:
     """A hook before the experts: their second argument is what is executed."""
 
     def before(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        point.executed(args[1])
+        call(point, args[1])
 
     return before
 
@@ -390,3 +394,20 @@ def tapping(model: torch.nn.Module, tap: Tap) -> Iterator[list[SelectionPoint]]:
     finally:
         for point in points:
             point.taps.remove(tap)
+
+
+@contextmanager
+def at_experts(model: torch.nn.Module, call: Callable[[SelectionPoint, torch.Tensor], None]) -> Iterator[None]:
+    """Call with each point and the ids `[rows, K]` that its experts are given. No pick is intercepted, so it costs little.
+
+    Raises:
+        ReplayError: for a model whose experts are not called with ids (Megatron-Core's get a permuted batch).
+    """
+    found = find_points(model)
+    if not isinstance(found, _TransformersPoints):
+        raise ReplayError(f"{type(model).__name__}: its experts are not called with ids; record at the pick instead")
+    stop = found.at_experts(call)
+    try:
+        yield
+    finally:
+        stop()

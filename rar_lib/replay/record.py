@@ -50,6 +50,9 @@ class Recording:
             self._beside["scores"][point.layer].append(scores.detach())
         return ids
 
+    def _hear(self, point: SelectionPoint, ids: torch.Tensor) -> None:
+        self._ids[point.layer].append(ids.detach())
+
     def _saw_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(tokens, torch.Tensor):

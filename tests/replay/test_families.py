@@ -61,6 +61,16 @@ def test_recording_and_own_replay_change_no_bit(model: Any) -> None:
     assert counts.kept == counts.cells * find_points(model).points[0].top_k
 
 
+def test_listening_at_the_experts_records_the_same(model: Any) -> None:
+    native, trace = logits(model), record(model)
+    with recording(model, at_the_experts=True) as seen:
+        assert torch.equal(native, logits(model))
+    assert seen.trace().equals(trace)
+    with pytest.raises(ReplayError, match="sees no scores"), recording(model, margins=True, at_the_experts=True):
+        pass
+    assert not any(module._forward_pre_hooks for module in find_points(model).experts)
+
+
 def test_experts_that_get_other_ids_than_were_resolved_are_counted(model: Any) -> None:
     """What lies between the router and its experts is watched: here it exchanges expert 0 with another on its way."""
     with recording(model) as seen:
