@@ -93,7 +93,7 @@ class ArmScores:
             extreme_fraction_tau2, ratio_max, efficiency (None where none and R3 differ by no more than `noise_floor`), and,
             after updates, drift_planned, drift_unplanned, router_gradient_forced, router_gradient_free.
         by_prompt: a row an arm, pass and prompt: tokens and the sum of k3, for intervals clustered by prompt.
-        native: the planning pass, with everything that any arm looked at.
+        native: the native pass at θ_old, with its routes and margins.
     """
 
     table: pd.DataFrame
@@ -111,6 +111,7 @@ def score_arms(
     objectives: Objectives | None = None,
     flips: FlipModel | None = None,
     noise_floor: float = 0.0,
+    batch_number: int = 0,
 ) -> ArmScores:
     """Score one rollout batch under several plans.
 
@@ -123,12 +124,13 @@ def score_arms(
         objectives: makes the objective of each update; without it only the old pass is scored.
         flips: P(flip) from earlier batches, for policy swap.
         noise_floor: k3 of an engine against itself.
+        batch_number: for policies that draw anew for each batch.
 
     Raises:
         ConfigError: for an arm whose parts do not go together.
         ReplayError: for policy swap without `flips`.
     """
-    every = list(dict.fromkeys([Arm("none"), Arm("full"), *arms]))
+    every = list(dict.fromkeys([Arm("none"), Arm("full"), *arms]))  # efficiency lies between the first two
     planners = {arm: arm.planner() for arm in every if arm.policy != "none"}
     for arm, planner in planners.items():
         if planner.learns_flips:
@@ -143,7 +145,7 @@ def score_arms(
 
     def looked(planner: Planner) -> LogprobResult:
         """The planning pass; arms that look at the same things share one, since all start from the same weights."""
-        key = (planner.capture, planner.request(0))
+        key = (planner.capture, planner.request(batch_number))
         if key not in passes:
             passes[key] = trainer.logprobs(batch, temperature=temperature, capture=key[0], signals=key[1])
         return passes[key]
@@ -164,8 +166,8 @@ def score_arms(
                 planner = planners[arm]
                 if planner.looks:
                     seen = looked(planner)
-                    planner.see(seen, batch, 0)
-                replay = planner.plan(sample.trace, batch, 0, seen)
+                    planner.see(seen, batch, batch_number)
+                replay = planner.plan(sample.trace, batch, batch_number, seen)
             old = (
                 native
                 if replay is None
@@ -174,23 +176,35 @@ def score_arms(
             note(arm, "old", replay, old, seen, native)
             if objectives is None:
                 continue
-            counts = PassCounts()
-            for share in batch.update_shares():
-                done = trainer.update(
-                    batch.select(share), objectives(old.logprobs, share), temperature=temperature,
-                    replay=None if replay is None else replay.select(share), measure=True,
-                )  # fmt: skip
-                counts = counts + done.counts
-            live = trainer.logprobs(batch, temperature=temperature, capture=True)
-            new = (
-                live
-                if replay is None
-                else trainer.logprobs(batch, temperature=temperature, replay=replay, measure=True)
-            )
+            try:
+                live, new, counts = _after_updates(trainer, batch, replay, old, objectives, temperature)
+            finally:
+                trainer.load(Path(folder))
             row = note(arm, "new", replay, new, seen, live)
             row |= {f"router_gradient_{kind}": counts.router_gradient(kind) for kind in ("forced", "free")}
-            trainer.load(Path(folder))
     return ArmScores(_with_efficiency(pd.DataFrame(rows), noise_floor), pd.concat(prompts, ignore_index=True), native)
+
+
+def _after_updates(
+    trainer: Trainer,
+    batch: TokenBatch,
+    replay: Replay | None,
+    old: LogprobResult,
+    objectives: Objectives,
+    temperature: float,
+) -> tuple[LogprobResult, LogprobResult, PassCounts]:
+    """The updates of the batch under a replay; then the native pass, the replayed pass, and the counts of the updates."""
+    counts = PassCounts()
+    for share in batch.update_shares():
+        done = trainer.update(
+            batch.select(share), objectives(old.logprobs, share), temperature=temperature,
+            replay=None if replay is None else replay.select(share), measure=True,
+        )  # fmt: skip
+        counts = counts + done.counts
+    live = trainer.logprobs(batch, temperature=temperature, capture=True)
+    if replay is None:
+        return live, live, counts
+    return live, trainer.logprobs(batch, temperature=temperature, replay=replay, measure=True), counts
 
 
 def _row(

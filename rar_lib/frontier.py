@@ -26,6 +26,7 @@ from rar_lib.engines.session import EngineSession, resolve_engines
 from rar_lib.metrics.contrasts import Efficiencies, at_equal_binding, efficiencies, slope
 from rar_lib.metrics.replay import verdict
 from rar_lib.progress import Style
+from rar_lib.replay.budget import as_fraction
 from rar_lib.replay.plan import Unit
 from rar_lib.replay.policies import get_policy
 from rar_lib.runs.store import RUNS_DIR, describe_environment, identity, read_table, write_json, write_table
@@ -52,21 +53,26 @@ class FrontierConfig(BaseModel):
     policies: tuple[str, ...]
     budgets: tuple[str, ...] = ("0.05", "0.1", "0.25", "0.5")
     units: tuple[Unit, ...] = ("token_layer",)
-    control_seeds: int = Field(2, ge=1, description="draws of policies that choose by key: uniform, random, permuted")
+    control_seeds: int = Field(1, ge=1, description="draws, at each batch, of policies that choose by key")
     rollouts: int = Field(1, ge=1, description="batches at each checkpoint")
     updates: bool = Field(True, description="score once more after the updates of a batch")
 
-    def arms(self) -> list[Arm]:
-        """Every plan that exists among the policies, units and budgets."""
-        found = []
+    def arms(self, batch: int = 0) -> list[Arm]:
+        """Every plan that exists among the policies, units and budgets; controls draw other seeds in each batch.
+
+        Full replay is an arm of each unit: it is the same replay, counted in other units.
+        """
+        found = [Arm("full", unit) for unit in self.units if unit == "slot"]
         for name in self.policies:
             policy = get_policy(name)
             for unit in (u for u in policy.units if u in self.units or policy.units == (u,)):
-                seeds = self.control_seeds if name.startswith(("uniform", "random", "permuted")) else 1
+                draws = range(1)
+                if name.startswith(("uniform", "random", "permuted")):
+                    draws = range(batch * self.control_seeds, (batch + 1) * self.control_seeds)
                 if name == "threshold":
                     found += [Arm(name, unit, None, ratio=ratio) for ratio in (0.95, 0.8, 0.5)]
                 elif policy.budget != "none":
-                    found += [Arm(name, unit, b, seed) for b in self.budgets for seed in range(seeds)]
+                    found += [Arm(name, unit, b, seed) for b in self.budgets for seed in draws]
         return found
 
 
@@ -94,29 +100,38 @@ class Frontier:
             and the efficiencies behind it.
         """
         rows, prompts = (t[t["pass"] == when].copy() for t in (self.table, self.by_prompt))
-        ends = rows["policy"].isin(["none", "full"])
-        shown = {"slot": ("slot", "bias")}.get(unit, (unit,))  # λ adds to single experts
-        rows = rows[ends | rows["unit"].isin(shown)]
+        shown = {"token_layer": ("token_layer", "bias")}.get(unit, (unit,))  # λ changes sets, and counts them
+        rows = rows[(rows["policy"] == "none") | rows["unit"].isin(shown)]
         rows["label"] = [_arm_label(*row) for row in rows[["arm", "policy", "budget"]].itertuples(index=False)]
+        rows["budget"] = [None if pd.isna(b) else float(as_fraction(b)) for b in rows["budget"]]
         rows["budget"] = rows["budget"].astype(float)
         label = rows.drop_duplicates("arm").set_index("arm")["label"]
         prompts = prompts[prompts["arm"].isin(label.index)].assign(arm=lambda t: t["arm"].map(label))
         prompts = prompts.groupby(["checkpoint", "prompt", "arm"], as_index=False)[["tokens", "k3_sum"]].mean()
-        found = efficiencies(prompts)
+        found = efficiencies(prompts, noise_floor=self.facts["noise_floor"])
         columns = [c for c in ("nominal", "binding", "target_shift", "drift_planned", "k3") if c in rows]
         rows = rows.astype(dict.fromkeys(columns, float))
         mean = rows.groupby(["label", "policy", "budget"], as_index=False, dropna=False)[columns].mean()
         return mean.rename(columns={"label": "arm"}).merge(found.table(), on="arm"), found
 
+    def without_gain(self) -> float:
+        """Share of the draws of prompts in which R3 takes nothing off k3, in the old pass."""
+        return self.of("token_layer", "old")[1].without_gain
+
     def contrasts(self, unit: str, when: str, budget: str, against: Sequence[str]) -> pd.DataFrame:
-        """Contrasts at one nominal budget, as numbers: contrast, value, low, high.
+        """Contrasts of the matched policies at one nominal budget, as numbers: contrast, value, low, high.
 
         Replay at all, its budget, each policy's choice, what each leaves; then each of fisher and swap against the others.
+
+        Raises:
+            ValueError: if random routes were not among the policies, or not at this budget.
         """
         table, found = self.of(unit, when)
         arms = set(found.value)
-        betas = {float(b): _label(RANDOM, b) for b in sorted({str(x) for x in table["budget"].dropna()}, key=float)}
+        betas = {beta: _label(RANDOM, beta) for beta in sorted(set(table["budget"].dropna()))}
         betas = {beta: arm for beta, arm in betas.items() if arm in arms}
+        if _label(RANDOM, budget) not in arms:
+            raise ValueError(f"contrasts: expected {RANDOM} at budget {budget} among the arms, found {sorted(arms)}")
         rows = []
 
         def add(name: str, numbers: dict[str, float]) -> None:
@@ -126,7 +141,10 @@ class Frontier:
         add(f"replay at all: random {smallest:g} - none", found.difference(betas[smallest], "none"))
         if len(betas) > 1:
             add("budget: slope of random", slope(found, betas))
-        policies = [p for p in table["policy"].unique() if _label(p, budget) in arms and p != RANDOM]
+        policies = [
+            p for p in table["policy"].unique()
+            if _label(p, budget) in arms and p != RANDOM and _budget_of(p) == "matched"
+        ]  # fmt: skip
         for name in policies:
             add(f"choice: {name} - random", found.difference(_label(name, budget), _label(RANDOM, budget)))
         for name in policies:
@@ -141,7 +159,8 @@ class Frontier:
         """The same at a binding share of `part` of what full replay binds, between arms by straight lines."""
         table, found = self.of(unit, when)
         binding = dict(zip(table["arm"], table["binding"], strict=True))
-        groups = {str(p): list(rows["arm"]) for p, rows in table[table["budget"].notna()].groupby("policy")}
+        arms = table[table["budget"].notna()].sort_values("budget")
+        groups = {str(p): list(rows["arm"]) for p, rows in arms.groupby("policy")}
         at = at_equal_binding(found, binding, groups, part * binding["full"])
         rows = []
         for name in ("fisher", "swap"):
@@ -177,7 +196,8 @@ class Frontier:
         table = old.set_index("arm")
         control, shifts = _label(RANDOM, budget), table["target_shift"].to_dict()
         rows = []
-        for arm in table.index[table["budget"] == float(budget)]:
+        matched = table["policy"].map(_budget_of) == "matched"
+        for arm in table.index[matched & (table["budget"] == float(as_fraction(budget)))]:
             drifts = (None, None) if new is None else (new.loc[arm, "drift_planned"], new.loc[control, "drift_planned"])
             left = found.difference("full", arm)["low"]
             shift, shift_of_random = (float(shifts[name]) for name in (arm, control))
@@ -205,7 +225,12 @@ def _arm_label(arm: str, policy: str, budget: str | None) -> str:
 
 
 def _label(policy: str, budget: str | float | None) -> str:
-    return policy if budget is None or budget != budget else f"{policy} {float(budget):g}"
+    return policy if budget is None or pd.isna(budget) else f"{policy} {float(as_fraction(budget)):g}"
+
+
+def _budget_of(name: str) -> str:
+    """How a policy understands its budget; `none` for none itself."""
+    return "none" if name == "none" else get_policy(name).budget
 
 
 def run_frontier(
@@ -258,10 +283,10 @@ def _load(folder: Path) -> Frontier:
 
 
 def _compute(config: FrontierConfig, job: JobConfig, session: EngineSession, runs: Path, show: Style) -> Frontier:
-    arms, parts = config.arms(), []
+    parts, batches = [], 0
     temperature = job.rollout.sampling.temperature
     facts: dict[str, Any] = {
-        "rollout_engine": job.rollout.engine, "trainer_engine": job.trainer.engine, "stages": [],
+        "rollout_engine": job.rollout.engine, "trainer_engine": job.trainer.engine, "stages": [], "noise_floor": 0.0,
         "environment": describe_environment(job.seed),
     }  # fmt: skip
     for stage in stages(job, session, runs, show):
@@ -269,10 +294,12 @@ def _compute(config: FrontierConfig, job: JobConfig, session: EngineSession, run
         flips = stage.flips()
         for i in range(config.rollouts):
             sample, batch, objectives = stage.sample(1 + i)
+            facts["noise_floor"] = floor = max(facts["noise_floor"], stage.noise_floor(sample, batch))
             scores = score_arms(
-                stage.trainer, batch, sample, arms, temperature=temperature,
-                objectives=objectives if config.updates else None, flips=flips,
+                stage.trainer, batch, sample, config.arms(batches), temperature=temperature,
+                objectives=objectives if config.updates else None, flips=flips, noise_floor=floor, batch_number=batches,
             )  # fmt: skip
+            batches += 1
             where: dict[str, Any] = {"checkpoint": stage.name, "rollout": i}
             seen = flip_calibration_table(flips, sample, scores.native)
             parts.append([t.assign(**where) for t in (scores.table, scores.by_prompt, seen)])

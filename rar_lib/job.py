@@ -197,7 +197,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
             _require_sync(mu, scored.get("none") or trainer.logprobs(batch, temperature=temperature), batch)
         floor: measure.Row = {}
         if diagnose and _due(config, step, config.diagnostics.noise_floor_every):
-            floor = _noise_floor(config, rollout, trainer, batch, mu, scored["none"])
+            floor = noise_floor_row(config, rollout, trainer, batch, mu, scored["none"])
         clock.tick("noise_floor")
 
         # 3. Learn: one optimizer step on each share of the prompts, replaying what the mode says.
@@ -346,7 +346,7 @@ def _deployment(
     return row
 
 
-def _noise_floor(
+def noise_floor_row(
     config: JobConfig, rollout: Rollout, trainer: Trainer, batch: TokenBatch, mu: torch.Tensor, native: LogprobResult
 ) -> measure.Row:
     """Each engine against itself at θ_old; absent where it cannot be measured.

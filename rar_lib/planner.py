@@ -13,7 +13,7 @@ import numpy as np
 
 from rar_lib.config import RouterReplayConfig
 from rar_lib.engines.base import Capture, LogprobResult, Replay, TokenBatch, Trainer
-from rar_lib.errors import ReplayError
+from rar_lib.errors import ConfigError, ReplayError
 from rar_lib.metrics.agreement import agreement
 from rar_lib.replay.flip_model import FlipModel
 from rar_lib.replay.policies import get_policy, make_plan, require_policy
@@ -39,6 +39,11 @@ class Planner:
 
     def __init__(self, config: RouterReplayConfig) -> None:
         require_policy(config.policy, config.unit, config.budget, config.ratio)
+        if config.arm == "R2" and get_policy(config.policy).compares:
+            raise ConfigError(
+                f"router_replay.policy: {config.policy} compares the record with the trainer's own choice, and in mode R2 they "
+                "are the same pass; use mode R3"
+            )
         self.config, self.needs = config, set(get_policy(config.policy).needs)
         self.score: ExpertScore | None = None
         self.flips = FlipModel.empty()

@@ -22,7 +22,8 @@ from rar_lib.config import JobConfig
 from rar_lib.engines.base import LogprobResult, Objective, Rollout, RolloutResult, TokenBatch, Trainer
 from rar_lib.engines.session import EngineSession
 from rar_lib.errors import ReplayError
-from rar_lib.job import objective_of, run_job
+from rar_lib.job import noise_floor_row, objective_of, run_job
+from rar_lib.measure import rollout_logprobs
 from rar_lib.metrics.agreement import agreement
 from rar_lib.progress import Style
 from rar_lib.prompts import Prompts
@@ -64,6 +65,13 @@ class Stage:
             return objective_of(self.job, old[share], advantages[share], mask[share])
 
         return sample, batch, objectives
+
+    def noise_floor(self, sample: RolloutResult, batch: TokenBatch) -> float:
+        """The larger k3 of the two engines against themselves; what cannot be measured is left out (job.noise_floor_row)."""
+        temperature, mu = self.job.rollout.sampling.temperature, rollout_logprobs(batch, sample)
+        native = self.trainer.logprobs(batch, temperature=temperature)
+        row = noise_floor_row(self.job, self.rollout, self.trainer, batch, mu, native)
+        return max((float(value) for name, value in row.items() if name.endswith("/k3")), default=0.0)
 
     def flips(self) -> FlipModel:
         """P(flip) from batch 0 of the stage."""

@@ -79,8 +79,8 @@ def test_budgets_of_nothing_and_all_are_none_and_r3_in_both_passes(trainer: Any,
     full = table.loc[("full", "old")]
     assert full["fidelity"] == 1
     assert full["binding"] == pytest.approx(table.loc[("disagree 0.25 token_layer", "old"), "binding"])
-    half = table.loc[("bias 0.25 bias", "old"), "binding"]
-    assert half == pytest.approx(full["binding"] / 4, rel=0.1)
+    quarter_of_lambda = table.loc[("bias 0.25 bias", "old"), "binding"] / full["binding"]
+    assert 0.24 < quarter_of_lambda < 0.35  # samples of one prompt have equal gaps: λ takes them all or none
     new = table.xs("new", level="pass")
     assert new.loc["uniform 0.25 token_layer", ["drift_planned", "drift_unplanned"]].astype(float).between(0, 1).all()
     assert new.loc["full", "router_gradient_forced"] > 0
@@ -97,6 +97,34 @@ def test_rows_are_what_the_trainer_says_and_prompts_add_up(trainer: Any, sampled
         k3_of_arm = float(scores.table.set_index("arm").loc[str(arm), "k3"])  # type: ignore[arg-type]
         assert len(part) == 32
         assert part["k3_sum"].sum() / part["tokens"].sum() == pytest.approx(k3_of_arm)
+
+
+def test_the_trainer_is_put_back_also_after_an_error(trainer: Any, sampled: Sampled) -> None:
+    before, calls = {n: w.clone() for n, w in trainer.weights()}, 0
+
+    def failing(old: torch.Tensor, share: torch.Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return objectives(sampled)(old, share)
+
+    with pytest.raises(KeyboardInterrupt):
+        score_arms(trainer, replace(sampled.batch, shares=2), sampled.result, [], objectives=failing)
+    assert all(torch.equal(before[n], w) for n, w in trainer.weights())
+
+
+def test_the_engines_agree_on_router_gradients(checkpoint: Path, sampled: Sampled) -> None:
+    """Means of squares of d(loss)/d(logit), whatever the engine divides by and when."""
+    rows = []
+    for made in (HFTrainer, MegatronTrainer):
+        config = JobConfig.build({}, ["trainer.micro_batch_size=32"])
+        trainer = made(checkpoint, config.trainer, config.algorithm)
+        scores = score_arms(trainer, replace(sampled.batch, shares=2), sampled.result, [Arm("uniform", "slot", "0.25")],
+                            objectives=objectives(sampled))  # fmt: skip
+        rows.append(scores.table.set_index(["arm", "pass"]).loc[("uniform 0.25 slot", "new")])
+    for name in ("router_gradient_forced", "router_gradient_free", "regret"):
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=0.02), name
 
 
 def test_arms_that_do_not_go_together_are_refused(trainer: Any, sampled: Sampled) -> None:

@@ -23,7 +23,7 @@ JOB = JobConfig.from_flat(
 )  # fmt: skip
 CONFIG = FrontierConfig(
     job=JOB, policies=("random_route", "margin", "disagree", "fisher", "swap", "threshold", "bias"),
-    budgets=("0.1", "0.5"), units=("token_layer", "slot"),
+    budgets=("1/10", "0.5"), units=("token_layer", "slot"), control_seeds=2,
 )  # fmt: skip
 
 
@@ -40,12 +40,16 @@ def frontier(runs: Path) -> Frontier:
 def test_every_plan_that_exists_is_an_arm_and_controls_are_drawn_twice() -> None:
     names = [arm.name for arm in CONFIG.arms()]
     assert len(names) == len(set(names))
-    assert [n for n in names if n.startswith("random_route 0.1")] == [
-        "random_route 0.1 token_layer", "random_route 0.1 token_layer seed 1",
-        "random_route 0.1 slot", "random_route 0.1 slot seed 1",
+    assert names[0] == "full slot"
+    assert [n for n in names if n.startswith("random_route 1/10")] == [
+        "random_route 1/10 token_layer", "random_route 1/10 token_layer seed 1",
+        "random_route 1/10 slot", "random_route 1/10 slot seed 1",
     ]  # fmt: skip
+    later = [arm.name for arm in CONFIG.arms(batch=3)]
+    assert "random_route 1/10 slot seed 6" in later  # another batch, other draws
+    assert "margin 1/10 slot" in later
     assert [n for n in names if n.startswith(("threshold", "bias"))] == [
-        "threshold slot ratio 0.95", "threshold slot ratio 0.8", "threshold slot ratio 0.5", "bias 0.1 bias", "bias 0.5 bias",
+        "threshold slot ratio 0.95", "threshold slot ratio 0.8", "threshold slot ratio 0.5", "bias 1/10 bias", "bias 0.5 bias",
     ]  # fmt: skip
 
 
@@ -71,14 +75,18 @@ def test_the_ends_are_0_and_1_and_budgets_are_matched(frontier: Frontier, unit: 
         shares = table[(table["budget"] == budget) & (table["policy"] != "bias")]["nominal"]
         assert shares.tolist() == pytest.approx([budget] * len(shares), abs=2e-3)
     labels = [name for name in rows.index if " " in name]
-    assert len(labels) == (10 if unit == "token_layer" else 15)
+    assert len(labels) == (12 if unit == "token_layer" else 13)  # with two of bias, or three of threshold
     assert (table["binding"] <= table["nominal"] + 1e-9).all()
+    oracle = rows.loc["disagree 0.5", "binding"]
+    assert rows.loc["full", "binding"] == pytest.approx(oracle)  # counted in the unit of the view
+    assert rows.loc["margin 0.5", "binding"] <= oracle + 1e-9
 
 
 def test_contrasts_are_differences_of_the_table(frontier: Frontier) -> None:
     table, _ = frontier.of("token_layer", "old")
     value = table.set_index("arm")["efficiency"]
-    rows = frontier.contrasts("token_layer", "old", "0.5", ("margin", "disagree")).set_index("contrast")
+    rows = frontier.contrasts("token_layer", "old", "1/2", ("margin", "disagree")).set_index("contrast")
+    assert not [name for name in rows.index if "bias" in name]  # its β is another share
     expected = {
         "replay at all: random 0.1 - none": value["random_route 0.1"],
         "budget: slope of random": (value["random_route 0.5"] - value["random_route 0.1"]) / 0.4,
@@ -94,6 +102,10 @@ def test_contrasts_are_differences_of_the_table(frontier: Frontier) -> None:
     assert equal["contrast"].tolist() == ["fisher - margin", "fisher - disagree", "swap - margin", "swap - disagree"]
     verdicts = frontier.verdict_table("token_layer", "0.5").set_index("policy")
     assert verdicts.loc["random_route", "verdict"] in ("neither", "too weak")  # never above itself
+    with pytest.raises(ValueError, match=r"expected random_route at budget 0\.25"):
+        frontier.contrasts("token_layer", "old", "0.25", ())
+    assert 0 <= frontier.without_gain() <= 1
+    assert 0 <= frontier.facts["noise_floor"] < 1e-6
     assert set(verdicts.index) == {"random_route", "margin", "disagree", "fisher", "swap"}
 
 

@@ -22,6 +22,8 @@ class HFBlock:
         experts: the experts module beside a router.
     """
 
+    gates_of_all_experts = False
+
     def __init__(self, experts: Any) -> None:
         self.experts = experts
 

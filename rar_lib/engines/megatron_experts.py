@@ -23,6 +23,8 @@ class MegatronBlock:
             megatron_model.py builds).
     """
 
+    gates_of_all_experts = True
+
     def __init__(self, layer: Any) -> None:
         self.layer = layer
 

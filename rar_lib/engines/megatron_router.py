@@ -67,12 +67,14 @@ def point_router() -> type:
             return logits
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            probs, routing_map = super().forward(*args, **kwargs)
             point = self.router_replay
-            if point.watched:
-                point.executed(routing_map)
-            if point.taps and self._logits is not None:
-                point.picked(self._logits)
+            try:
+                probs, routing_map = super().forward(*args, **kwargs)
+                if point.watched:
+                    point.executed(routing_map)
+                if point.taps and self._logits is not None:
+                    point.picked(self._logits)
+            finally:
                 self._logits = None  # it holds the graph
             return probs, routing_map
 

@@ -204,7 +204,14 @@ class MegatronTrainer:
         self.optimizer.zero_grad()
         with without_cuda(), open_routes(self.model, batch, replay, False, measure) as (forced, _):
             self._run(batch, self.config.micro_batch_size, forced, after, forward_only=False)
-        return UpdateResult(total / int(mask.sum()), float("nan"), out, statistics, route_counts(forced))
+        tokens = int(mask.sum())
+        counts = route_counts(forced)  # seen by hooks before Megatron divides by the tokens of the batch
+        counts = replace(
+            counts,
+            forced_gradient=counts.forced_gradient / tokens**2,
+            free_gradient=counts.free_gradient / tokens**2,
+        )
+        return UpdateResult(total / tokens, float("nan"), out, statistics, counts)
 
     def update(
         self,

@@ -58,12 +58,18 @@ class Seen:
     runner_up: torch.Tensor | None = None  # [rows] expert, -1 where there is none
     gaps: torch.Tensor | None = None  # [rows, K]
     x: torch.Tensor | None = None  # [rows, H]
-    gates: torch.Tensor | None = None  # [rows, K] or, over all experts, [rows, E]
+    gates: torch.Tensor | None = None  # [rows, K] or [rows, E], see Block
     output: torch.Tensor | None = None  # [..., H]
 
 
 class Block(Protocol):
-    """A MoE layer of an engine."""
+    """A MoE layer of an engine.
+
+    Attributes:
+        gates_of_all_experts: `gates` are `[rows, E]`, by expert, and not those of the slots.
+    """
+
+    gates_of_all_experts: bool
 
     def listen(self, seen: Seen) -> Callable[[], None]:
         """Let each forward fill `x`, `gates` and `output`; returns what stops it."""
@@ -160,7 +166,7 @@ class Taps:
         assert ids is not None
         assert gates is not None
         assert x is not None
-        if gates.shape[-1] != ids.shape[-1]:
+        if block.gates_of_all_experts:
             gates, gate_grad = gates.gather(1, ids), gate_grad.gather(1, ids)
         g, x, u = gates.detach().float(), x.reshape(len(ids), -1).float(), u.reshape(len(ids), -1).float()
         out = {
@@ -276,8 +282,10 @@ def open_taps(
         yield None
         return
     taps = Taps(points, blocks, batch, request, temperature)
-    stops = [block.listen(taps.seen[point.layer]) for point, block in zip(points, blocks, strict=True)]
+    stops: list[Callable[[], None]] = []
     try:
+        for point, block in zip(points, blocks, strict=True):
+            stops.append(block.listen(taps.seen[point.layer]))
         with selecting(model, [taps._select] * len(points)), tapping(model, taps._listen):
             yield taps
     finally:

@@ -29,10 +29,12 @@ class Efficiencies:
     Attributes:
         value: arm -> E on all prompts.
         draws: arm -> `[B]` E in each draw; NaN where none and R3 do not differ in it.
+        without_gain: share of draws in which full replay takes nothing off k3 (beyond the noise floor): there E says little.
     """
 
     value: dict[str, float]
     draws: dict[str, np.ndarray]
+    without_gain: float = 0.0
 
     def interval(self, values: np.ndarray) -> tuple[float, float]:
         """95 % percentile interval of draws; undefined ones are left out."""
@@ -54,20 +56,28 @@ class Efficiencies:
         return pd.DataFrame(rows)
 
 
-def efficiencies(by_prompt: pd.DataFrame, *, resamples: int = 2000, seed: int = 0) -> Efficiencies:
+def efficiencies(
+    by_prompt: pd.DataFrame, *, noise_floor: float = 0.0, resamples: int = 2000, seed: int = 0
+) -> Efficiencies:
     """Efficiencies from sums of k3 by prompt.
 
     Args:
         by_prompt: a row an arm and prompt: `arm`, `prompt`, `k3_sum`, and `checkpoint` if there are several. Arms `none` and
-            `full` are among them, and every arm has every prompt.
-        resamples: draws.
+            `full` are among them, and every arm has every prompt once. With a noise floor, `tokens` too.
+        noise_floor: k3 of an engine against itself; where none and full differ by no more, efficiency is undefined (NaN).
+        resamples: draws. They are of prompts only: a control that draws whole cells should be drawn anew for each batch.
         seed: of the draws.
 
     Raises:
-        ValueError: if an arm lacks a prompt that another has, or none and full are missing.
+        ValueError: if an arm lacks a prompt that another has or has it twice, a sum is not finite, or none and full are
+            missing.
     """
     table = by_prompt if "checkpoint" in by_prompt else by_prompt.assign(checkpoint="")
-    wide = table.pivot_table(index=["checkpoint", "prompt"], columns="arm", values="k3_sum", aggfunc="sum")
+    if not np.isfinite(table["k3_sum"].to_numpy(float)).all():
+        raise ValueError("contrasts: expected finite sums of k3, found NaN or infinity")
+    if table.duplicated(["checkpoint", "prompt", "arm"]).any():
+        raise ValueError("contrasts: expected every prompt once in every arm, found one twice (two passes at once?)")
+    wide = table.pivot(index=["checkpoint", "prompt"], columns="arm", values="k3_sum")
     if wide.isna().any().any() or not {NONE, FULL} <= set(wide.columns):
         raise ValueError("contrasts: expected arms none and full, and every prompt in every arm")
     strata = wide.index.get_level_values("checkpoint")
@@ -79,10 +89,14 @@ def efficiencies(by_prompt: pd.DataFrame, *, resamples: int = 2000, seed: int = 
     sums = {arm: (weights @ wide[arm].to_numpy(float)) for arm in wide.columns}
     totals = {arm: float(wide[arm].sum()) for arm in wide.columns}
     span, spans = totals[NONE] - totals[FULL], sums[NONE] - sums[FULL]
+    floor, floors = 0.0, np.zeros(resamples)
+    if noise_floor:
+        tokens = table[table["arm"] == NONE].set_index(["checkpoint", "prompt"])["tokens"].reindex(wide.index)
+        floor, floors = noise_floor * float(tokens.sum()), noise_floor * (weights @ tokens.to_numpy(float))
     with np.errstate(divide="ignore", invalid="ignore"):
-        value = {arm: (totals[NONE] - totals[arm]) / span if span else np.nan for arm in totals}
-        draws = {arm: np.where(spans != 0, (sums[NONE] - sums[arm]) / spans, np.nan) for arm in sums}
-    return Efficiencies(value, draws)
+        value = {arm: (totals[NONE] - totals[arm]) / span if abs(span) > floor else np.nan for arm in totals}
+        draws = {arm: np.where(np.abs(spans) > floors, (sums[NONE] - sums[arm]) / spans, np.nan) for arm in sums}
+    return Efficiencies(value, draws, float((spans <= floors).mean()))
 
 
 def slope(found: Efficiencies, arms: Mapping[float, str]) -> dict[str, float]:
@@ -116,7 +130,7 @@ def at_equal_binding(
     """
     out = {}
     for policy, names in arms.items():
-        known = sorted({*names, FULL}, key=lambda arm: binding[arm])
+        known = sorted([*(n for n in names if n != FULL), FULL], key=lambda arm: binding[arm])  # full last among equals
         x = np.array([0.0, *(binding[arm] for arm in known)])
         y = np.stack([np.r_[found.value[arm], found.draws[arm]] for arm in known])
         y = np.concatenate([np.zeros((1, y.shape[1])), y])

@@ -47,8 +47,21 @@ def fidelity(recorded: np.ndarray, executed: np.ndarray, known: np.ndarray) -> f
     return float((overlap(recorded, executed)[known] / recorded.shape[-1]).mean())
 
 
+def router_probabilities(scores: np.ndarray) -> np.ndarray:
+    """Ranked scores as probabilities over the experts, float64: as they are where a row is a distribution already
+    (routers that rank after a softmax), else their softmax (routers that rank logits, or biased sigmoids).
+
+    Args:
+        scores: `[..., E]`, -inf for experts that group limits exclude.
+    """
+    wide = scores.astype(np.float64)
+    given = (wide >= 0).all(-1, keepdims=True) & (np.abs(wide.sum(-1, keepdims=True) - 1) < 1e-3)
+    p = np.exp(wide - wide.max(-1, keepdims=True))
+    return np.where(given, wide, p / p.sum(-1, keepdims=True))
+
+
 def regret(scores: np.ndarray, native: np.ndarray, executed: np.ndarray, known: np.ndarray) -> float | None:
-    """Mean over cells of Σ_N p - Σ_S p, p the softmax of the live selection scores: the router's probability given up.
+    """Mean over cells of Σ_N p - Σ_S p, p the router_probabilities of the live scores: what is given up of them.
 
     >= 0, and 0 where S = N; grows along nested plans at fixed scores.
 
@@ -65,9 +78,7 @@ def regret(scores: np.ndarray, native: np.ndarray, executed: np.ndarray, known: 
     chosen = np.take_along_axis(scores, executed, -1)[known]
     if np.isneginf(chosen).any():
         raise ValueError("regret: an executed expert lies outside the groups that the router allows; undefined there")
-    wide = scores.astype(np.float64)
-    p = np.exp(wide - wide.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
+    p = router_probabilities(scores)
     given_up = np.take_along_axis(p, native, -1).sum(-1) - np.take_along_axis(p, executed, -1).sum(-1)
     return float(given_up[known].mean())
 

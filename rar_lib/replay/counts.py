@@ -17,7 +17,8 @@ class PassCounts:
             and padding included.
         cells: recorded cells that were measured; 0 if measuring was off, and then all below is 0 too.
         kept: sum of |S ∩ R| over these cells, S the executed and R the recorded set.
-        regret: sum over these cells of Σ_N p - Σ_S p, p the softmax of the ranked scores; None for a router whose record
+        regret: sum over these cells of Σ_N p - Σ_S p, p the ranked scores as probabilities
+            (metrics.replay.router_probabilities); None for a router whose record
             leaves its groups, where it is undefined.
         forced_gradient, forced_slots: sum of (∂loss/∂ router logit)² over executed experts that the plan forced, and
             their number; `free_` the same for all other executed experts.

@@ -16,6 +16,7 @@ import torch
 
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.replay import binding_share, fidelity, forced_routers, regret
+from rar_lib.replay.budget import as_fraction
 from rar_lib.replay.flip_model import FlipModel
 from rar_lib.replay.plan import ReplayPlan, Unit
 from rar_lib.replay.policies import get_policy, make_plan
@@ -139,13 +140,18 @@ def plan_row(plan: ReplayPlan, world: World) -> dict[str, float | None]:
 def synthetic_frontier(
     world: World, policies: Sequence[str], budgets: Sequence[str], unit: Unit = "token_layer"
 ) -> pd.DataFrame:
-    """A row a policy and budget: policy, budget, and plan_row. Policies that do not have the unit are left out."""
+    """A row a policy and budget: policy, budget, and plan_row. Policies that do not have the unit, or no matched budget, are
+    left out."""
     rows = []
     for name in policies:
         policy = get_policy(name)
         if unit in policy.units and policy.budget == "matched":
             rows += [
-                {"policy": name, "budget": float(b), **plan_row(make_plan(name, world.seen, unit, b), world)}
+                {
+                    "policy": name,
+                    "budget": float(as_fraction(b)),
+                    **plan_row(make_plan(name, world.seen, unit, b), world),
+                }
                 for b in budgets
             ]
     return pd.DataFrame(rows)

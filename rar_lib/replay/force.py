@@ -145,7 +145,9 @@ class Replaying:
         self._cells += int(known.sum())
         self._kept += int(same[known].sum())
         if self._regret is not None:
-            p = scores.double().softmax(-1)
+            wide = scores.double()
+            given = (wide >= 0).all(-1, keepdim=True) & ((wide.sum(-1, keepdim=True) - 1).abs() < 1e-3)
+            p = torch.where(given, wide, wide.softmax(-1))  # metrics.replay.router_probabilities
             chosen = p.gather(1, used)
             outside = known & torch.isneginf(scores.gather(1, used)).any(-1)
             given_up = p.gather(1, native).sum(-1) - chosen.sum(-1)

@@ -292,16 +292,16 @@ def _wrapped(point: SelectionPoint, forward: Callable[..., Any]) -> Callable[...
         mode.calls, mode.logits = 0, None
         with mode:
             out = forward(*args, **kwargs)
+        logits, mode.logits = mode.logits, None  # it holds the graph
         if mode.calls != 1:
             raise ReplayError(
                 f"layer {point.layer}: {point.owner} made {mode.calls} picks of {point.top_k} of {point.num_experts} in "
                 "one forward, expected exactly one; replay at the selection does not support it"
             )
         if point.taps:
-            if mode.logits is None:
+            if logits is None:
                 raise ReplayError(f"layer {point.layer}: {point.owner} computes its logits in a way that is not known")
-            point.picked(mode.logits)
-            mode.logits = None  # it holds the graph
+            point.picked(logits)
         return out
 
     return call

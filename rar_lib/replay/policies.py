@@ -4,7 +4,7 @@ Most policies give every unit a priority, smaller first; budget, ties and nestin
 is a small class and a line in POLICIES:
 
     class Early:
-        units, needs, budget = ("token_layer", "slot"), (), "matched"
+        units, needs, budget, compares = ("token_layer", "slot"), (), "matched", False
         def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
             position = np.arange(seen.trace.num_tokens) - np.repeat(seen.trace.offsets[:-1], seen.trace.lengths)
             return spread(position[:, None] + 0.0 * seen.trace.recorded, seen, unit)

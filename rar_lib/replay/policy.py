@@ -52,11 +52,13 @@ class Policy(Protocol):
             pass), `margins` or `scores` of that pass, `score` (of the cells), `signals`, `flips`.
         budget: how β is understood: `matched` (that share of the recorded units, the same integer for all), `binding` (that
             share of what full replay would change), or `none`.
+        compares: it compares the record with the planning pass, so that it means nothing where they are the same pass (R2).
     """
 
     units: tuple[Unit, ...]
     needs: tuple[str, ...]
     budget: str
+    compares: bool
 
 
 class Matched(Policy, Protocol):

@@ -18,6 +18,7 @@ class Full:
     units: tuple[Unit, ...] = ("token_layer", "slot")
     needs: tuple[str, ...] = ()
     budget = "none"
+    compares = False
 
     def plan(self, seen: Candidates, unit: Unit, share: Fraction | None) -> ReplayPlan:
         """All of it."""
@@ -34,6 +35,7 @@ class Uniform:
     units: tuple[Unit, ...] = ("token_layer", "slot")
     needs: tuple[str, ...] = ()
     budget = "matched"
+    compares = False
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
         """See the class."""
@@ -55,6 +57,7 @@ class RandomRoute:
     units: tuple[Unit, ...] = ("token_layer", "slot")
     needs: tuple[str, ...] = ()
     budget = "matched"
+    compares = False
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
         """See the class."""
@@ -71,6 +74,7 @@ class RandomCell:
     units: tuple[Unit, ...] = ("slot",)
     needs: tuple[str, ...] = ()
     budget = "matched"
+    compares = False
 
     def __init__(self, *, resampled: bool) -> None:
         self.resampled = resampled
@@ -87,6 +91,7 @@ class Margin:
     units: tuple[Unit, ...] = ("token_layer", "slot")
     needs: tuple[str, ...] = ("native", "margins")
     budget = "matched"
+    compares = False
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
         """See the class."""
@@ -102,6 +107,7 @@ class Frequency:
     units: tuple[Unit, ...] = ("token_layer", "slot")
     needs: tuple[str, ...] = ()
     budget = "matched"
+    compares = False
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
         """See the class."""
@@ -120,6 +126,7 @@ class Disagree:
     units: tuple[Unit, ...] = ("token_layer", "slot")
     needs: tuple[str, ...] = ("native",)
     budget = "matched"
+    compares = True
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
         """See the class."""

@@ -27,12 +27,13 @@ class Fisher:
     without a score come last.
 
     Args:
-        order: `score`, `permuted` (scores exchanged within each layer, by key, for the run) or `inverse`.
+        order: `score`, `permuted` (scores exchanged within each layer, by key, anew for each batch) or `inverse`.
     """
 
     units: tuple[Unit, ...] = ("token_layer", "slot")
     needs: tuple[str, ...] = ("score",)
     budget = "matched"
+    compares = False
 
     def __init__(self, order: str = "score") -> None:
         self.order = order
@@ -42,7 +43,7 @@ class Fisher:
         score = _score_of(seen)
         values = score.values
         if self.order == "permuted":
-            values = permuted_within_layers(values, seen.seed)
+            values = permuted_within_layers(values, seen.seed, seen.batch)
         if self.order == "inverse":
             values = np.where(np.isneginf(values), -np.inf, -values)
         cells = unit_cells(seen.trace, "slot")
@@ -55,12 +56,12 @@ class Fisher:
         return rank[cells]
 
 
-def permuted_within_layers(values: np.ndarray, seed: int) -> np.ndarray:
+def permuted_within_layers(values: np.ndarray, seed: int, batch: int = 0) -> np.ndarray:
     """`[L, E]` with the finite values of each layer exchanged by key; what is unscored stays where it is."""
     out = values.copy()
     for layer, row in enumerate(values):
         scored = np.flatnonzero(np.isfinite(row))
-        keys = mix(scored.astype(U64) ^ hash_text(seed, "permuted_fisher", layer))
+        keys = mix(scored.astype(U64) ^ hash_text(seed, "permuted_fisher", batch, layer))
         out[layer, scored] = row[scored[np.argsort(keys)]]
     return out
 
@@ -76,12 +77,14 @@ class Swap:
     """Largest P(flip) · swap first: how likely a decision differs, times what the exchange would do to ℓ.
 
     An expert of the live set has the gap of its own score to the runner-up; a whole set has that of its weakest expert, and
-    so has a recorded expert that the live set lacks.
+    so has a recorded expert that the live set lacks. P(flip) is that of rollout against trainer, also in mode R2, where
+    it stands in for the chance that an update moves the decision.
     """
 
     units: tuple[Unit, ...] = ("token_layer", "slot")
     needs: tuple[str, ...] = ("native", "signals", "flips")
     budget = "matched"
+    compares = False
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
         """See the class."""
@@ -103,13 +106,15 @@ class Threshold:
     """Keep a replayed expert only if its live score is at least `ratio` times the weakest live top-K score.
 
     The one partial rule found in public. Scores are taken as the router ranks them, where these are never negative
-    (softmax, sigmoid); a router that ranks logits is compared after a softmax over its experts, which keeps the order. What
-    share is kept follows from the ratio.
+    (softmax, sigmoid); a router that ranks logits is compared after a softmax over its experts, which keeps the order: that is
+    decided by any negative score in the batch, so with expert biases below 0 it can differ from batch to batch. What share
+    is kept follows from the ratio.
     """
 
     units: tuple[Unit, ...] = ("slot",)
     needs: tuple[str, ...] = ("native", "scores")
     budget = "none"
+    compares = True
 
     def plan(self, seen: Candidates, unit: Unit, share: Fraction | None) -> ReplayPlan:
         """See the class."""
@@ -137,6 +142,7 @@ class Bias:
     units: tuple[Unit, ...] = ("bias",)
     needs: tuple[str, ...] = ("native", "scores")
     budget = "binding"
+    compares = True
 
     def plan(self, seen: Candidates, unit: Unit, share: Fraction | None) -> ReplayPlan:
         """See the class."""

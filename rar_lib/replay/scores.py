@@ -37,8 +37,9 @@ class SignalRequest:
 
     Attributes:
         estimators: the scores that will be computed; `gate` alone is the cheapest.
-        labels: `rollout`: ℓ of the sampled tokens. `resampled`: tokens drawn again from the trainer's own distribution at
-            the same contexts, which removes the mismatch between engines from the estimate.
+        labels: `rollout`: ℓ of the sampled tokens, which the rollout engine drew. `resampled`: tokens drawn again from the
+            trainer's own distribution at the same contexts, which removes the mismatch between engines from the labels, though
+            not from the contexts.
         seed: of the draw.
     """
 
@@ -57,8 +58,8 @@ class RouteSignals:
     """Back-propagated signals of one native pass, packed like its trace: N tokens, L layers, K slots; float32.
 
     Attributes:
-        labels: name of the labels: `rollout` and `resampled` at temperature 1 are draws from π; with another temperature
-            the name says so.
+        labels: name of the labels: `resampled` at temperature 1 are draws from π, `rollout` from the rollout's μ, which is
+            close to it; with another temperature the name says so.
         gates: `[N, L, K]` g_e as the model used it, scaling included.
         logit_grad: `[N, L, K]` ∂ℓ/∂z_e of the active experts.
         gate_grad: `[N, L, K]` a_e.
@@ -172,7 +173,8 @@ class ExpertScore:
         count: `[L, E]` C behind each value.
         estimator, aggregation, labels: how it was made.
         tokens: tokens seen.
-        stability: agreement of two halves of the data, if it was measured.
+        stability: agreement of two halves of the last batch, if it was measured; with a moving average the values are
+            steadier than that.
     """
 
     values: np.ndarray

@@ -208,6 +208,35 @@ def test_the_engines_hand_over_the_same_signals(trainer: Any, hf_pass: Any, samp
     np.testing.assert_allclose(exact[0], exact[1], rtol=1e-2, atol=1e-4 * exact[1].max())
 
 
+def test_where_every_expert_is_chosen_gates_stay_with_their_experts(tmp_path: Path) -> None:
+    """At K = E Megatron's gates come by expert and the ids by rank: a square that looks like a match."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=2, vocab_size=64, num_experts=4, num_experts_per_tok=4,
+        norm_topk_prob=True, pad_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tiny = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, tensor in tiny.named_parameters():
+            if tensor.dim() >= 2:
+                tensor.copy_(torch.randn_like(tensor) * (0.7 if "gate.weight" in name else 0.15))
+    tiny.save_pretrained(tmp_path)
+    one, two = (
+        made(tmp_path, CONFIG.trainer, CONFIG.algorithm).logprobs(BATCH, temperature=1.0, capture=True, signals=ALL)
+        for made in ENGINES.values()
+    )
+    for estimator in ("gate", "param"):
+        by_expert = [
+            np.take_along_axis(route_scores(r.signals, estimator), np.argsort(r.trace.experts, -1), -1)
+            for r in (one, two)
+        ]
+        np.testing.assert_allclose(*by_expert, rtol=1e-2, atol=1e-4 * by_expert[0].max())
+    np.testing.assert_allclose(one.signals.exact, two.signals.exact, rtol=1e-2, atol=1e-4 * one.signals.exact.max())
+
+
 def test_signals_change_no_bit_of_the_pass_and_leave_nothing_behind(
     trainer: Any, sampled: Sampled, tmp_path: Path
 ) -> None:

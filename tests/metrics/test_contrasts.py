@@ -89,6 +89,35 @@ def test_arms_that_lack_prompts_are_refused() -> None:
         efficiencies(table({"none": [1.0], "x": [0.0]}))
 
 
+def test_what_is_not_a_number_or_there_twice_is_refused() -> None:
+    broken = table(FOUR)
+    broken.loc[2, "k3_sum"] = np.nan
+    with pytest.raises(ValueError, match="expected finite sums"):
+        efficiencies(broken)
+    with pytest.raises(ValueError, match="found one twice"):
+        efficiencies(pd.concat([table(FOUR), table(FOUR)]))
+
+
+def test_inside_the_noise_floor_there_is_no_efficiency() -> None:
+    rows = table(
+        {"none": [1.0, 2.0] * 4, "full": [0.9, 1.9] * 4, "x": [0.95, 1.95] * 4}
+    )  # 5 tokens a prompt: 0.02 a token
+    assert efficiencies(rows, noise_floor=0.019).value["x"] == pytest.approx(0.5)
+    inside = efficiencies(rows, noise_floor=0.021)
+    assert np.isnan(inside.value["x"])
+    assert np.isnan(inside.draws["x"]).all()
+    assert inside.without_gain == 1
+    worse = efficiencies(table({"none": [1.0] * 9 + [0.0], "full": [0.0] * 9 + [30.0], "x": [0.5] * 10}))
+    assert 0.5 < worse.without_gain < 0.8  # draws with the one prompt that R3 makes worse
+
+
+def test_arms_of_equal_binding_come_in_their_own_order_and_full_last() -> None:
+    found = efficiencies(table({"none": [10.0] * 4, "full": [0.0] * 4, "a": [8.0] * 4, "b": [4.0] * 4, "c": [6.0] * 4}))
+    same = {"full": 0.04, "a": 0.04, "b": 0.04, "c": 0.04}
+    assert at_equal_binding(found, same, {"p": ["a", "b", "c"]}, 0.02)["p"][0] == pytest.approx(0.1)
+    assert at_equal_binding(found, same, {"p": ["b", "a", "c"]}, 0.02)["p"][0] == pytest.approx(0.3)
+
+
 def test_nothing_between_none_and_full_is_undefined() -> None:
     found = efficiencies(table({"none": [1.0, 2.0], "full": [1.0, 2.0]}))
     assert np.isnan(found.value["full"])

@@ -106,6 +106,18 @@ def test_along_nested_plans(unit: Any, policy: str, seed: int) -> None:
         assert steps[-1][2] == flips
 
 
+def test_probabilities_are_taken_as_they_are_and_logits_through_a_softmax() -> None:
+    p = np.array([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]])
+    assert np.array_equal(m.router_probabilities(p), p)
+    assert m.router_probabilities(np.log(p) + 3) == pytest.approx(p)
+    assert m.router_probabilities(np.array([[0.0, -np.inf, 0.0]])).tolist() == [[0.5, 0, 0.5]]
+    ids = np.array([[[0]], [[2]]])
+    used = np.array([[[1]], [[2]]])
+    known = np.ones((2, 1), bool)
+    for scores in (p[:, None], np.log(p)[:, None]):
+        assert m.regret(scores, ids, used, known) == pytest.approx(0.25 / 2)
+
+
 def test_target_shift_is_nothing_for_none_and_k3_otherwise() -> None:
     native = np.log(np.array([[0.5, 0.25], [0.5, 0.5]]))
     mask = np.array([[True, True], [True, False]])

@@ -205,6 +205,7 @@ def test_the_permuted_control_keeps_the_values_of_each_layer() -> None:
     assert (moved != values).mean() > 0.7
     assert np.array_equal(moved, permuted_within_layers(values, 5))
     assert not np.array_equal(moved, permuted_within_layers(values, 6))
+    assert not np.array_equal(moved, permuted_within_layers(values, 5, batch=1))
 
 
 def test_equal_scores_go_by_key_and_not_by_index() -> None:
