@@ -219,6 +219,28 @@ def contrast_table(contrasts: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"contrast": contrasts["contrast"], "difference [95 %]": text, "interval": sign})
 
 
+def answer_table(nominal: pd.DataFrame, binding: pd.DataFrame) -> pd.DataFrame:
+    """What fisher and swap beat, a row a pair: better, worse, or no difference shown (an interval that contains 0).
+
+    Args:
+        nominal, binding: contrasts at an equal nominal and at an equal binding share.
+    """
+
+    def word(rows: pd.DataFrame, name: str) -> str:
+        (low,), (high,) = (rows.loc[rows["contrast"] == name, end].tolist() for end in ("low", "high"))
+        return "better" if low > 0 else "worse" if high < 0 else "no difference shown"
+
+    pairs = [name for name in binding["contrast"] if name in set(nominal["contrast"])]
+    return pd.DataFrame(
+        {
+            "policy": [name.partition(" - ")[0] for name in pairs],
+            "against": [name.partition(" - ")[2] for name in pairs],
+            "at equal nominal share": [word(nominal, name) for name in pairs],
+            "at equal binding share": [word(binding, name) for name in pairs],
+        }
+    )
+
+
 def _arm_label(arm: str, policy: str, budget: str | None) -> str:
     """Draws of one control share a label; thresholds differ by their ratio."""
     return arm if policy == "threshold" else _label(policy, budget)

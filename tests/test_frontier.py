@@ -13,7 +13,7 @@ import rar_lib.frontier as module
 from rar_lib.config import JobConfig
 from rar_lib.engines.session import EngineSession
 from rar_lib.errors import ReplayError
-from rar_lib.frontier import Frontier, FrontierConfig, contrast_table, run_frontier
+from rar_lib.frontier import Frontier, FrontierConfig, answer_table, contrast_table, run_frontier
 from rar_lib.score_study import score_table, study_scores
 from rar_lib.stages import stages
 
@@ -116,6 +116,23 @@ def test_a_table_says_on_which_side_of_0_an_interval_lies() -> None:
     table = contrast_table(rows)
     assert table["interval"].tolist() == ["above 0", "below 0", "contains 0"]
     assert table["difference [95 %]"].iloc[1] == "-0.20 [-0.30, -0.10]"
+
+
+def test_the_answer_reads_both_tables() -> None:
+    nominal = pd.DataFrame(
+        {
+            "contrast": ["choice: x", "fisher - margin", "swap - margin"],
+            "value": 0.0,
+            "low": [0, 0.1, -2],
+            "high": [1, 0.2, -1],
+        }
+    )
+    binding = pd.DataFrame(
+        {"contrast": ["fisher - margin", "swap - margin"], "value": 0.0, "low": [-1, 0.5], "high": [1, 0.6]}
+    )
+    assert answer_table(nominal, binding).to_numpy().tolist() == [
+        ["fisher", "margin", "better", "no difference shown"], ["swap", "margin", "worse", "better"],
+    ]  # fmt: skip
 
 
 def test_what_was_computed_is_loaded(frontier: Frontier, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
