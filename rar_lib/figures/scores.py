@@ -14,6 +14,8 @@ from rar_lib.figures.style import COLUMN_WIDTH, OKABE_ITO, PAGE_WIDTH, corner_no
 def score_map(values: np.ndarray, layers: list[int], name: str) -> Figure:
     """Score of every cell as its multiple of the layer's median, log2, diverging at 0; cells without routes are hatched.
 
+    The colours end at the 90th percentile of the distance from 0, and an arrow on the bar says where values lie beyond.
+
     Args:
         values: `[L, E]`, -inf where unscored.
         layers: transformer layer numbers.
@@ -23,14 +25,16 @@ def score_map(values: np.ndarray, layers: list[int], name: str) -> Figure:
     median = np.array([np.median(row[ok]) if ok.any() else np.nan for row, ok in zip(values, scored, strict=True)])
     with np.errstate(divide="ignore", invalid="ignore"):
         shown = np.where(scored, np.log2(values / median[:, None]), np.nan)
-    limit = max(1.0, float(np.nanmax(np.abs(shown)))) if scored.any() else 1.0
+    distance = np.abs(shown[np.isfinite(shown)])
+    limit = max(1.0, float(np.quantile(distance, 0.9))) if distance.size else 1.0
+    beyond = "both" if distance.size and distance.max() > limit else "neither"
     with house_style():
         figure, axes = new_figure(PAGE_WIDTH, 0.9 + 0.28 * len(layers))
         image = axes.imshow(shown, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
         for layer, expert in np.argwhere(~scored):
             axes.add_patch(_hatched(expert, layer))
         axes.set(xlabel="expert", ylabel="MoE layer", yticks=range(len(layers)), yticklabels=layers)
-        bar = figure.colorbar(image, ax=axes, pad=0.01)
+        bar = figure.colorbar(image, ax=axes, pad=0.01, extend=beyond)
         bar.set_label("log2(score / layer median)")
         corner_note(axes, f"{name}; hatched: no route", "right")
     return figure

@@ -159,12 +159,14 @@ def test_every_policy_has_a_look_of_its_own() -> None:
 
 def test_a_score_map_diverges_at_the_layers_median_and_hatches_what_has_no_score() -> None:
     values = np.array([[1.0, 2.0, 4.0, -np.inf], [3.0, 3.0, 3.0, 12.0]])
-    axes, _ = score_map(values, [1, 5], "gate").axes
+    axes, bar = score_map(values, [1, 5], "gate").axes
     shown = axes.images[0].get_array()
     assert np.asarray(shown)[0, :3].tolist() == [-1, 0, 1]
     assert np.asarray(shown)[1].tolist() == [0, 0, 0, 2]
     assert np.isnan(np.asarray(shown.filled(np.nan) if hasattr(shown, "filled") else shown)[0, 3])
-    assert axes.images[0].get_clim() == (-2, 2)
+    limit = np.quantile([1, 0, 1, 0, 0, 0, 2], 0.9)
+    assert axes.images[0].get_clim() == (-limit, limit)
+    assert len(bar.patches) == 2  # arrows: one value lies beyond
     assert len(axes.patches) == 1
     assert [t.get_text() for t in axes.get_yticklabels()] == ["1", "5"]
 
