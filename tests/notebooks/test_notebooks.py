@@ -90,7 +90,7 @@ def test_the_linter_finds_each_breach() -> None:
 OWN_PARAMETERS = {
     "01_quickstart": {"native_steps"},
     "03_fisher_scores": set(),
-    "04_budget_frontier": {"rollouts", "control_seeds", "budgets", "budget_shown", "synthetic_sequences"},
+    "04_budget_frontier": {"rollouts", "budgets"},
 }
 
 
@@ -132,8 +132,7 @@ def test_scores_and_frontier_through_papermill_on_the_real_engines(tmp_path: Pat
     assert "vllm + megatron step 0 step 1 step 2" in printed(scores)
     table = pd.read_csv(tmp_path / "03_fisher_scores" / "scores.csv")
     assert table["estimator"].tolist() == ["gate", "param", "param_exact", "swap"]
-    more = {"rollouts": 1, "control_seeds": 1, "budgets": "0.25", "synthetic_sequences": 32}
-    frontier = smoke("04_budget_frontier", tmp_path, more)
+    frontier = smoke("04_budget_frontier", tmp_path, {"rollouts": 1, "budgets": "0.25"})
     assert images(frontier) == 3
     assert "vllm + megatron: step 0, step 1, step 2; 1 batches at each" in printed(frontier)
     out = tmp_path / "04_budget_frontier"
