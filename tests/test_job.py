@@ -368,8 +368,9 @@ PARTIAL = [("uniform", "token_layer"), ("random_route", "slot"), ("random_cell",
            ("frequency", "slot"), ("disagree", "slot")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("policy", "unit"), PARTIAL)
-@pytest.mark.parametrize("arm", ["R2", "R3"])
+@pytest.mark.parametrize(
+    ("arm", "policy", "unit"), [(a, p, u) for a in ("R2", "R3") for p, u in PARTIAL if (a, p) != ("R2", "disagree")]
+)
 def test_runs_train_under_partial_policies(
     arm: str, policy: str, unit: str, runs: dict[str, RunResult], tmp_path: Path
 ) -> None:
