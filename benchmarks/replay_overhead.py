@@ -266,7 +266,7 @@ def main() -> None:
             },
             "planning": planning_seconds(),
             "recording_over_none": {
-                "hf": hf_recording_overhead(options.rounds), "vllm": vllm_recording_overhead(resolve_checkpoint(REAL.model.path), options.rounds),
+                "hf": hf_recording_overhead(5 * options.rounds), "vllm": vllm_recording_overhead(resolve_checkpoint(REAL.model.path), 3 * options.rounds),
                 **{
                     f"vllm, a model of {size} parameters": vllm_recording_overhead(
                         larger_checkpoint(Path(folder) / size.replace(" ", ""), size), max(8, options.rounds // 2)
