@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rar_lib.errors import ReplayError
+from rar_lib.metrics.replay import router_probabilities
 from rar_lib.replay.counts import PassCounts
 from rar_lib.replay.plan import ReplayPlan
 from rar_lib.replay.points import SelectionPoint, find_points
@@ -145,9 +146,7 @@ class Replaying:
         self._cells += int(known.sum())
         self._kept += int(same[known].sum())
         if self._regret is not None:
-            wide = scores.double()
-            given = (wide >= 0).all(-1, keepdim=True) & ((wide.sum(-1, keepdim=True) - 1).abs() < 1e-3)
-            p = torch.where(given, wide, wide.softmax(-1))  # metrics.replay.router_probabilities
+            p = torch.from_numpy(router_probabilities(scores.double().cpu().numpy())).to(scores.device)
             chosen = p.gather(1, used)
             outside = known & torch.isneginf(scores.gather(1, used)).any(-1)
             given_up = p.gather(1, native).sum(-1) - chosen.sum(-1)

@@ -265,7 +265,7 @@ def test_signals_change_no_bit_of_the_pass_and_leave_nothing_behind(
     assert (first.loss, first.grad_norm) == (again.loss, again.grad_norm)
 
 
-def test_relabelling_permutes_and_doubling_leaves_the_scores_per_route(trainer: Any, sampled: Sampled) -> None:
+def test_doubling_the_batch_leaves_the_scores_per_route(trainer: Any, sampled: Sampled) -> None:
     batch = sampled.batch
     once = trainer.logprobs(batch, temperature=1.0, capture=True, signals=ALL)
     rows = torch.arange(len(batch)).repeat(2)
