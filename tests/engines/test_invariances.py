@@ -18,6 +18,7 @@ from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.megatron_trainer import MegatronTrainer
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import mismatch
+from rar_lib.replay.scores import ESTIMATORS, SignalRequest, score_sums
 from rar_lib.rl.objectives import grpo_loss
 from rar_lib.traces.trace import RouteTrace
 from tests.conftest import Sampled
@@ -87,6 +88,23 @@ def test_relabelling_experts_changes_no_scalar(engine: str, checkpoint: Path, sa
     # and a record that was not renamed with them is another record
     wrong = scalars(build(engine, path), sampled.batch, trace, sampled.mu)
     assert wrong["R3/k3"] > 10 * before["R3/k3"]
+
+
+def test_relabelling_experts_permutes_their_scores(
+    engine: str, checkpoint: Path, sampled: Sampled, tmp_path: Path
+) -> None:
+    order = np.stack([np.random.default_rng(layer).permutation(16) for layer in range(4)])
+    path = relabelled(checkpoint, tmp_path / "renamed", order)
+    request = SignalRequest(frozenset(ESTIMATORS))
+    a, b = (
+        build(engine, p).logprobs(sampled.batch, temperature=1.0, capture=True, signals=request)
+        for p in (checkpoint, path)
+    )
+    for estimator in ESTIMATORS:
+        one, two = (score_sums(r.signals, r.trace, estimator).mass for r in (a, b))
+        moved = np.take_along_axis(two, order, 1)
+        np.testing.assert_allclose(moved, one, rtol=1e-2, atol=1e-4 * one.max())
+        assert not np.allclose(two, one, rtol=1e-2, atol=1e-4 * one.max())
 
 
 def test_slot_order_changes_nothing(engine: str, checkpoint: Path, sampled: Sampled) -> None:
