@@ -6,6 +6,9 @@ in one engine (GSPO's "about 10 % of experts") and mismatch between engines at t
 routers"). The functions do not know which they are given; the caller's column names say so.
 
 Independent random K-subsets of E experts overlap in K/E of their slots on average: that is the floor to compare with.
+
+Traces of real size are memory-mapped files, so everything here walks over blocks of tokens and keeps no more than a byte or
+two a cell.
 """
 
 from __future__ import annotations
@@ -15,23 +18,43 @@ from dataclasses import dataclass
 import numpy as np
 
 from rar_lib.errors import TraceError
+from rar_lib.traces.blocks import by_slot, token_blocks
 from rar_lib.traces.trace import RouteTrace
 
 
 def overlap(ids_a: np.ndarray, ids_b: np.ndarray) -> np.ndarray:
-    """|S_A ∩ S_B| for `[..., K]` distinct ids: `[...]` int64 in 0..K."""
-    return (ids_a[..., :, None] == ids_b[..., None, :]).sum((-1, -2))
+    """|S_A ∩ S_B| for `[..., K]` distinct ids: `[...]` uint8 in 0..K (uint16 from K = 256)."""
+    left, right = by_slot(ids_a), by_slot(ids_b)
+    shared = np.zeros(left.shape[1], np.uint8 if len(left) < 256 else np.uint16)
+    same = np.empty(left.shape[1], bool)
+    for one in left:
+        for other in right:
+            np.equal(one, other, out=same)
+            shared += same
+    return shared.reshape(ids_a.shape[:-1])
 
 
-def _check_pair(a: RouteTrace, b: RouteTrace) -> None:
+def check_pair(a: RouteTrace, b: RouteTrace) -> None:
+    """Refuse two traces that cannot be compared cell by cell.
+
+    Raises:
+        TraceError: if layers, experts, K, lengths or token digests differ.
+    """
     for name, left, right in (
         ("MoE layers", a.header.moe_layers, b.header.moe_layers),
         ("experts", a.header.num_experts, b.header.num_experts),
         ("top-k", a.header.top_k, b.header.top_k),
-        ("sequence lengths", a.lengths.tolist(), b.lengths.tolist()),
+        ("sequences", a.num_sequences, b.num_sequences),
     ):
         if left != right:
             raise TraceError(f"two traces must speak of the same tokens and routers; {name}: {left} against {right}")
+    other = np.flatnonzero(a.lengths != b.lengths)
+    if other.size:
+        i = int(other[0])
+        raise TraceError(
+            f"two traces must speak of the same tokens and routers; sequence lengths: {a.lengths[i]} against "
+            f"{b.lengths[i]} tokens in sequence {i}"
+        )
     if a.token_digest and b.token_digest and a.token_digest != b.token_digest:
         raise TraceError(f"two traces of other tokens: digest {a.token_digest} against {b.token_digest}")
 
@@ -41,7 +64,7 @@ class Agreement:
     """Cell by cell agreement of two traces over N tokens, L layers and top-K.
 
     Attributes:
-        shared: `[N, L]` int64, |S_A ∩ S_B|; meaningless where `known` is false.
+        shared: `[N, L]` uint8 (uint16 from K = 256), |S_A ∩ S_B|; meaningless where `known` is false.
         known: `[N, L]` bool, recorded on both sides.
         top_k: K.
     """
@@ -60,6 +83,14 @@ class Agreement:
         """`[N]` bool: tokens recorded in every layer on both sides."""
         return np.asarray(self.known.all(-1))
 
+    def overlap_counts(self) -> np.ndarray:
+        """Known cells by their number of shared experts, 0..K: `[K + 1]` int64."""
+        counts = np.zeros(self.top_k + 1, np.int64)
+        for rows in token_blocks(*self.shared.shape):
+            shared, known = self.shared[rows].ravel(), self.known[rows].ravel()
+            counts += np.bincount(shared[known], minlength=self.top_k + 1)[: self.top_k + 1]
+        return counts
+
     def layers_per_token(self) -> np.ndarray:
         """D_t, the number of layers whose sets differ, over fully recorded tokens: `[n]` int64."""
         return self.flipped[self.full_rows].sum(-1)
@@ -74,14 +105,16 @@ class Agreement:
 
         slot_flip <= router_flip <= K * slot_flip; jaccard <= overlap; token_any_flip is over fully recorded tokens.
         """
-        share = self.shared[self.known] / self.top_k
+        counts = self.overlap_counts()
+        share = np.arange(self.top_k + 1) / self.top_k
         depth = self.layers_per_token()
-        cells = int(self.known.sum())
+        cells = int(counts.sum())
+        overlapping = float(counts @ share) / cells if cells else None
         values: dict[str, float | None] = {
-            "overlap": float(share.mean()) if cells else None,
-            "jaccard": float((share / (2 - share)).mean()) if cells else None,
-            "slot_flip": float(1 - share.mean()) if cells else None,
-            "router_flip": float((share < 1).mean()) if cells else None,
+            "overlap": overlapping,
+            "jaccard": float(counts @ (share / (2 - share))) / cells if cells else None,
+            "slot_flip": None if overlapping is None else 1 - overlapping,
+            "router_flip": float(counts[:-1].sum()) / cells if cells else None,
             "token_any_flip": float((depth > 0).mean()) if depth.size else None,
             "layers_per_token": float(depth.mean()) if depth.size else None,
             "cells": float(cells),
@@ -95,9 +128,12 @@ def agreement(a: RouteTrace, b: RouteTrace) -> Agreement:
     Raises:
         TraceError: if layers, experts, K, lengths or token digests differ.
     """
-    _check_pair(a, b)
+    check_pair(a, b)
     known = a.recorded & b.recorded
-    return Agreement(overlap(a.ids(), b.ids()), known, a.header.top_k)
+    shared = np.empty(known.shape, np.uint8 if a.header.top_k < 256 else np.uint16)
+    for rows in token_blocks(*known.shape):
+        shared[rows] = overlap(a.experts[rows], b.experts[rows])
+    return Agreement(shared, known, a.header.top_k)
 
 
 def poisson_binomial(rates: np.ndarray) -> np.ndarray:
@@ -141,18 +177,43 @@ def churn_matrix(a: RouteTrace, b: RouteTrace) -> np.ndarray:
     Only set differences count. A swap of m experts at once is split evenly: each of the m x m pairs gets 1/m, so a row
     sums to the rate at which its expert leaves (outflow) and a column to the rate at which it enters.
     """
-    _check_pair(a, b)
-    known, ids_a, ids_b = a.recorded & b.recorded, a.ids(), b.ids()
+    check_pair(a, b)
+    known, flipped = a.recorded & b.recorded, agreement(a, b).flipped
     layers, experts = a.header.num_layers, a.header.num_experts
     out = np.zeros((layers, experts, experts))
-    same = ids_a[..., :, None] == ids_b[..., None, :]
-    left, entered = ~same.any(-1), ~same.any(-2)
-    swaps = left[..., :, None] & entered[..., None, :] & known[..., None, None]
-    token, layer, slot_a, slot_b = np.nonzero(swaps)
-    share = 1 / left.sum(-1)[token, layer]
-    np.add.at(out, (layer, ids_a[token, layer, slot_a], ids_b[token, layer, slot_b]), share)
-    count = known.sum(0)
-    return out / np.maximum(count, 1)[:, None, None]
+    for rows in token_blocks(*known.shape):
+        token, layer = np.nonzero(flipped[rows])
+        ids_a, ids_b = a.experts[rows][token, layer].astype(np.int64), b.experts[rows][token, layer].astype(np.int64)
+        same = ids_a[:, :, None] == ids_b[:, None, :]
+        left, entered = ~same.any(-1), ~same.any(-2)
+        cell, slot_a, slot_b = np.nonzero(left[:, :, None] & entered[:, None, :])
+        share = 1 / left.sum(-1)[cell]
+        np.add.at(out, (layer[cell], ids_a[cell, slot_a], ids_b[cell, slot_b]), share)
+    return out / np.maximum(known.sum(0), 1)[:, None, None]
+
+
+def margin_auc(margins: np.ndarray, flipped: np.ndarray, known: np.ndarray) -> float | None:
+    """Do flips happen where the margin is small? P(margin of a flipped cell < margin of another one), ties count half.
+
+    0.5: the margin says nothing; 1: every flip has a smaller margin than every cell that kept its set.
+
+    Args:
+        margins: `[N, L]` float, s_(K) - s_(K+1) of one side's scores; infinite where nothing could flip.
+        flipped: `[N, L]` bool.
+        known: `[N, L]` bool, the cells to look at.
+
+    Returns:
+        The area under the curve, or None where no cell flipped or every one did.
+    """
+    values, labels = np.asarray(margins, np.float64)[known], flipped[known]
+    if np.isnan(values).any():
+        raise TraceError("margins: expected numbers where routes are known, found NaN")
+    flips, rest = int(labels.sum()), int((~labels).sum())
+    if not flips or not rest:
+        return None
+    order, counts = np.unique(values, return_inverse=True, return_counts=True)[1:]
+    rank = (np.cumsum(counts) - (counts - 1) / 2)[order]  # of ties: their middle
+    return float(1 - (rank[labels].sum() - flips * (flips + 1) / 2) / (flips * rest))
 
 
 def top1_flip(

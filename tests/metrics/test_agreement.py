@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rar_lib.errors import TraceError
-from rar_lib.metrics.agreement import agreement, churn_matrix, flip_clustering, poisson_binomial, top1_flip
+from rar_lib.metrics.agreement import (
+    agreement,
+    churn_matrix,
+    flip_clustering,
+    margin_auc,
+    overlap,
+    poisson_binomial,
+    top1_flip,
+)
 from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
 
 
@@ -125,7 +133,41 @@ def test_top1_needs_gates() -> None:
 def test_traces_of_other_tokens_or_routers_are_refused() -> None:
     with pytest.raises(TraceError, match="experts: 8 against 16"):
         agreement(A, trace(A.ids(), 16))
-    with pytest.raises(TraceError, match="sequence lengths"):
+    with pytest.raises(TraceError, match="sequences: 1 against 2"):
         agreement(A, trace(A.ids(), lengths=[1, 1]))
+    with pytest.raises(TraceError, match="2 against 1 tokens in sequence 0"):
+        agreement(trace(A.ids(), lengths=[2, 0]), trace(A.ids(), lengths=[1, 1]))
     with pytest.raises(TraceError, match="other tokens"):
         agreement(replace(A, token_ids=np.array([1, 2])), replace(B, token_ids=np.array([1, 3])))
+
+
+def test_margin_auc_by_hand() -> None:
+    known = np.ones((1, 4), bool)
+    flipped = np.array([[True, True, False, False]])
+    assert margin_auc(np.array([[0.1, 0.2, 0.3, np.inf]]), flipped, known) == 1
+    assert margin_auc(np.array([[0.3, 0.4, 0.1, 0.2]]), flipped, known) == 0
+    assert margin_auc(np.array([[0.1, 0.3, 0.2, 0.3]]), flipped, known) == (1 + 1 + 0 + 0.5) / 4
+    assert margin_auc(np.ones((1, 4)), flipped, known) == 0.5
+    assert margin_auc(np.ones((1, 4)), ~known, known) is None
+    with pytest.raises(TraceError, match="NaN"):
+        margin_auc(np.full((1, 4), np.nan), flipped, known)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from([1, 2, 8, 22]), st.sampled_from([8, 64, 300]), st.integers(0, 99))
+def test_overlap_is_the_size_of_the_common_set(k: int, e: int, seed: int) -> None:
+    k = min(k, e)
+    rng = np.random.default_rng(seed)
+    a, b = (np.argsort(rng.random((5, 3, e)), -1)[..., :k].astype(np.uint16) for _ in range(2))
+    expected = [[len({*a[i, j].tolist()} & {*b[i, j].tolist()}) for j in range(3)] for i in range(5)]
+    assert overlap(a, b).tolist() == expected
+
+
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = random_pair(3, n=50)
+    whole, churn = agreement(a, b), churn_matrix(a, b)
+    monkeypatch.setattr("rar_lib.traces.blocks.token_blocks.__defaults__", (7,))
+    pieces = agreement(a, b)
+    assert np.array_equal(whole.shared, pieces.shared)
+    assert pieces.scalars() == whole.scalars()
+    assert np.array_equal(churn_matrix(a, b), churn)

@@ -1,0 +1,186 @@
+"""How the load lies on the experts, and how routing shifts between two sources (METRICS section 3).
+
+Load is a share: p[l, e] sums to 1 in each layer. Cells without a recorded route (padding, last tokens, what a producer lost)
+are left out: in a zero-padded dump they would read as load on expert 0. Equal loads do not mean equal routes (JS = 0 while
+every token flips is possible), and TV is at most the share of slots that flip.
+
+Everything over routes walks over blocks of tokens, so a memory-mapped trace of any size will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from rar_lib.errors import TraceError
+from rar_lib.traces.blocks import token_blocks
+from rar_lib.traces.trace import RouteTrace
+
+
+def route_counts(trace: RouteTrace) -> np.ndarray:
+    """Recorded routes of each expert: `[L, E]` int64; a row sums to K times the recorded cells of its layer."""
+    layers, experts = trace.header.num_layers, trace.header.num_experts
+    counts = np.zeros((layers, experts), np.int64)
+    recorded = trace.recorded
+    for rows in token_blocks(trace.num_tokens, layers):
+        ids, known = trace.experts[rows], recorded[rows]
+        complete = known.all()
+        for layer in range(layers):
+            chosen = ids[:, layer] if complete else ids[known[:, layer], layer]
+            found = np.bincount(chosen.ravel(), minlength=experts)
+            if len(found) > experts:
+                raise TraceError(
+                    f"experts: layer {trace.header.moe_layers[layer]}: expected ids below {experts}, found {len(found) - 1}"
+                )
+            counts[layer] += found
+    return counts
+
+
+def load(counts: np.ndarray) -> np.ndarray:
+    """Shares of the routes: `[L, E]` float64, rows sum to 1; NaN in a layer without routes."""
+    total = counts.sum(-1, keepdims=True)
+    return np.divide(counts, total, out=np.full(counts.shape, np.nan), where=total > 0)
+
+
+def entropy(p: np.ndarray) -> np.ndarray:
+    """-Σ p log p over the last axis, in nats; 0 log 0 = 0."""
+    return -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), np.where(np.isnan(p), np.nan, 0)).sum(-1)
+
+
+def js_divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Jensen-Shannon divergence over the last axis, in nats: symmetric, from 0 (equal) to log 2 (disjoint)."""
+    return np.clip(entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2, 0, np.log(2))
+
+
+def total_variation(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """½ Σ |p - q| over the last axis, 0..1; of two loads over the same cells at most slot_flip."""
+    return np.abs(p - q).sum(-1) / 2
+
+
+def load_table(trace: RouteTrace) -> pd.DataFrame:
+    """One row a MoE layer: how evenly its experts are used.
+
+    Columns: `layer` (transformer layer number), `routes` (recorded slots), `cv` (standard deviation over mean of the
+    counts), `max_vio` (max n / mean n - 1, verl's rollout/moe/max_vio), `effective_experts` (exp of the entropy, 1..E),
+    `entropy` (nats, 0..log E), `dead` (experts without a route), `max_load` (largest share). None where nobody recorded.
+    """
+    counts = route_counts(trace)
+    rows = []
+    for number, n in zip(trace.header.moe_layers, counts, strict=True):
+        total = int(n.sum())
+        row: dict[str, float | int | None] = {"layer": number, "routes": total}
+        if total:
+            nats = float(entropy(n / total))
+            row |= {
+                "cv": float(n.std() / n.mean()),
+                "max_vio": float(n.max() / n.mean() - 1),
+                "effective_experts": float(np.exp(nats)),
+                "entropy": nats,
+                "dead": int((n == 0).sum()),
+                "max_load": float(n.max() / total),
+            }
+        rows.append(row)
+    columns = ["layer", "routes", "cv", "max_vio", "effective_experts", "entropy", "dead", "max_load"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def load_shift(a: RouteTrace, b: RouteTrace) -> pd.DataFrame:
+    """One row a MoE layer: how the load of B differs from that of A.
+
+    Each side counts its own recorded cells. Columns: `layer`, `js` (nats, 0..log 2), `tv` (0..1), `dead_a`, `dead_b`;
+    None where a side recorded nothing.
+
+    Raises:
+        TraceError: if MoE layers or experts differ.
+    """
+    if (a.header.moe_layers, a.header.num_experts) != (b.header.moe_layers, b.header.num_experts):
+        raise TraceError(
+            f"two traces must speak of the same routers; found {a.header.num_experts} experts in layers "
+            f"{a.header.moe_layers} against {b.header.num_experts} in {b.header.moe_layers}"
+        )
+    counts_a, counts_b = route_counts(a), route_counts(b)
+    p, q = load(counts_a), load(counts_b)
+    known = (counts_a.sum(-1) > 0) & (counts_b.sum(-1) > 0)
+    return pd.DataFrame(
+        {
+            "layer": a.header.moe_layers,
+            "js": np.where(known, js_divergence(p, q), np.nan),
+            "tv": np.where(known, total_variation(p, q), np.nan),
+            "dead_a": (counts_a == 0).sum(-1),
+            "dead_b": (counts_b == 0).sum(-1),
+        }
+    )
+
+
+# ---------------------------------------------------------------- what needs router scores
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """Softmax over the last axis, float64."""
+    wide = np.asarray(logits, np.float64)
+    shifted = np.exp(wide - wide.max(-1, keepdims=True))
+    return shifted / shifted.sum(-1, keepdims=True)
+
+
+def routing_entropy(p: np.ndarray) -> np.ndarray:
+    """Entropy of one token's router distribution, in nats: `[..., E]` probabilities to `[...]`, 0..log E."""
+    return entropy(np.asarray(p, np.float64))
+
+
+def gate_tv(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Total variation of two router distributions of one token, `[..., E]` to `[...]`, 0..1."""
+    return total_variation(np.asarray(p, np.float64), np.asarray(q, np.float64))
+
+
+def router_kl(logits_a: np.ndarray, logits_b: np.ndarray) -> np.ndarray:
+    """KL(softmax A ‖ softmax B) of the router logits of one token, `[..., E]` to `[...]`, in nats, >= 0.
+
+    Adding a constant to all logits of a token changes nothing.
+    """
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        wide = np.asarray(x, np.float64)
+        shifted = wide - wide.max(-1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+    a, b = log_softmax(logits_a), log_softmax(logits_b)
+    return np.maximum((np.exp(a) * (a - b)).sum(-1), 0)
+
+
+def router_shift_ratio(r_old: np.ndarray, r_new: np.ndarray, ids_old: np.ndarray) -> np.ndarray:
+    """γ_t = exp(-(1/L) Σ_l (1/K) Σ_k |log r_new(e_k) - log r_old(e_k)|) (RSPO, arXiv 2510.23027).
+
+    Args:
+        r_old, r_new: `[N, L, E]` router probabilities before and after.
+        ids_old: `[N, L, K]` the experts that the old policy activated.
+
+    Returns:
+        `[N]` float64 in (0, 1], 1 only where every activated expert kept its probability.
+
+    Raises:
+        TraceError: where an activated expert has no probability: its logarithm is not a number.
+    """
+    ids = np.asarray(ids_old, np.int64)
+    old, new = (np.take_along_axis(np.asarray(r, np.float64), ids, -1) for r in (r_old, r_new))
+    if not ((old > 0) & (new > 0)).all():
+        token, layer = np.argwhere(~((old > 0) & (new > 0)).all(-1))[0]
+        raise TraceError(
+            f"router probabilities: token {token}, layer axis {layer}: an activated expert has probability 0"
+        )
+    return np.exp(-np.abs(np.log(new) - np.log(old)).mean((-1, -2)))
+
+
+def shift_summary(
+    gamma: np.ndarray, floor: float = 0.8, quantiles: Sequence[float] = (0.9, 0.99)
+) -> dict[str, float | None]:
+    """Mean of γ, the share below `floor`, and high quantiles of the shift -log γ (nats)."""
+    if not len(gamma):
+        return {"mean": None, "below_floor": None, **{f"shift_p{100 * q:g}": None for q in quantiles}}
+    shift = -np.log(gamma)
+    return {
+        "mean": float(gamma.mean()),
+        "below_floor": float((gamma < floor).mean()),
+        **{f"shift_p{100 * q:g}": float(np.quantile(shift, q)) for q in quantiles},
+    }

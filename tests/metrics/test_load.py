@@ -1,0 +1,100 @@
+"""METRICS section 3: every invariant, with answers that can be computed by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rar_lib.errors import TraceError
+from rar_lib.metrics import load as loads
+from rar_lib.metrics.agreement import agreement
+from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
+from tests.metrics.test_agreement import random_pair, trace
+
+
+def test_by_hand() -> None:
+    # layer 0: experts 0,1 then 0,2: counts 2 1 1 0; the last token has no route and its zeros count for nobody
+    header = TraceHeader(num_experts=4, top_k=2, moe_layers=(3,), source="rollout")
+    made = RouteTrace.from_packed(
+        header, [[[0, 1]], [[2, 0]], [[0, 0]]], [3], [Status.RECORDED, Status.RECORDED, Status.LAST]
+    )
+    assert loads.route_counts(made).tolist() == [[2, 1, 1, 0]]
+    (row,) = loads.load_table(made).to_dict("records")
+    nats = -(0.5 * np.log(0.5) + 2 * 0.25 * np.log(0.25))
+    assert row["layer"] == 3
+    assert (row["routes"], row["dead"], row["max_load"], row["max_vio"]) == (4, 1, 0.5, 1.0)
+    assert row["cv"] == pytest.approx(np.sqrt(0.5))
+    assert row["entropy"] == pytest.approx(nats)
+    assert row["effective_experts"] == pytest.approx(np.exp(nats))
+
+
+def test_nothing_recorded_is_no_number() -> None:
+    header = TraceHeader(num_experts=4, top_k=2, moe_layers=(3,), source="rollout")
+    made = RouteTrace.from_packed(header, [[[0, 0]]], [1], [Status.LAST])
+    assert np.isnan(loads.load_table(made)["cv"][0])
+    assert np.isnan(loads.load(loads.route_counts(made))).all()
+    assert np.isnan(loads.load_shift(made, made)["js"][0])
+
+
+def test_divergences_by_hand() -> None:
+    p, q = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+    assert loads.js_divergence(p, q) == pytest.approx(np.log(2))
+    assert loads.total_variation(p, q) == 1
+    assert loads.js_divergence(p, p) == 0
+    half = np.array([0.5, 0.5])
+    assert loads.js_divergence(p, half) == pytest.approx(loads.js_divergence(half, p))
+    assert loads.js_divergence(p, half) == pytest.approx(-(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) - np.log(2) / 2)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 300))
+def test_load_shift_is_bounded_by_the_flips(seed: int) -> None:
+    a, b = random_pair(seed)
+    a = RouteTrace.from_packed(a.header, a.ids(), a.lengths, b.status)  # the same cells on both sides
+    shift = loads.load_shift(a, b)
+    result = agreement(a, b)
+    known = result.known.sum(0)
+    slot_flip = np.array([1 - result.shared[result.known[:, i], i].mean() / 2 for i in range(3) if known[i]])
+    assert (shift["tv"][known > 0].to_numpy() <= slot_flip + 1e-12).all()
+    assert ((shift["js"].dropna() >= 0) & (shift["js"].dropna() <= np.log(2))).all()
+
+
+def test_equal_loads_do_not_mean_equal_routes() -> None:
+    a, b = trace([[[0, 1]], [[2, 3]]], 4), trace([[[2, 3]], [[0, 1]]], 4)
+    assert loads.load_shift(a, b)["js"][0] == 0
+    assert agreement(a, b).scalars()["router_flip"] == 1
+
+
+def test_ids_out_of_range_are_named() -> None:
+    from dataclasses import replace
+
+    bad = replace(trace([[[0, 1]]], 4), experts=np.array([[[0, 9]]], np.uint8), _stored_sha256="opened from a file")
+    with pytest.raises(TraceError, match="layer 0: expected ids below 4, found 9"):
+        loads.route_counts(bad)
+
+
+def test_router_scores_by_hand() -> None:
+    logits = np.log(np.array([[0.5, 0.25, 0.25]]))
+    p = loads.probabilities(logits + 7)
+    assert p == pytest.approx(np.array([[0.5, 0.25, 0.25]]))
+    assert loads.routing_entropy(np.array([[1.0, 0.0], [0.5, 0.5]])) == pytest.approx([0, np.log(2)])
+    assert loads.gate_tv(np.array([0.5, 0.5]), np.array([0.75, 0.25])) == 0.25
+    assert loads.router_kl(logits, logits - 3)[0] == pytest.approx(0, abs=1e-15)
+    other = np.log(np.array([[0.25, 0.5, 0.25]]))
+    assert loads.router_kl(logits, other)[0] == pytest.approx(0.5 * np.log(2) - 0.25 * np.log(2))
+
+
+def test_router_shift_ratio_by_hand() -> None:
+    old = np.array([[[0.5, 0.3, 0.2]], [[0.5, 0.3, 0.2]]])
+    new = np.array([[[0.25, 0.6, 0.15]], [[0.5, 0.3, 0.2]]])
+    gamma = loads.router_shift_ratio(old, new, np.array([[[0, 1]], [[0, 1]]]))
+    assert gamma == pytest.approx([0.5, 1.0])  # both activated experts moved by a factor of two
+    summary = loads.shift_summary(gamma)
+    assert summary["mean"] == pytest.approx(0.75)
+    assert summary["below_floor"] == 0.5
+    assert summary["shift_p99"] == pytest.approx(0.99 * np.log(2))
+    assert set(loads.shift_summary(np.zeros(0)).values()) == {None}
+    with pytest.raises(TraceError, match="token 0, layer axis 0"):
+        loads.router_shift_ratio(old, np.zeros_like(new), np.array([[[0, 1]], [[0, 1]]]))
