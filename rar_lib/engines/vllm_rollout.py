@@ -32,6 +32,7 @@ from rar_lib.config import RolloutConfig, SamplingConfig
 from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
 from rar_lib.engines.hf_rollout import pack_rollout, require_length
 from rar_lib.engines.precision import at_precision
+from rar_lib.engines.vllm_capture import plan_engine
 from rar_lib.errors import EngineError
 from rar_lib.seeding import derive_seed
 
@@ -229,21 +230,24 @@ def _create(path: Path, dtype: str, max_length: int) -> Any:
         raise EngineError(
             f"rollout.engine vllm: vLLM is not installed ({error}); install the extra rar-lib[vllm]"
         ) from None
+    settings = {
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+        "num_gpu_blocks_override": KV_BLOCKS,
+    }
+    plan = plan_engine(vllm.__version__, path, settings)
     try:
         return vllm.LLM(
             model=str(path),
             dtype=dtype,
             enforce_eager=True,
-            enable_return_routed_experts=True,
             logprobs_mode="processed_logprobs",
-            enable_prefix_caching=False,
             generation_config="vllm",  # no sampling defaults or end tokens of the checkpoint behind our back
             kv_cache_memory_bytes=KV_BYTES,
             max_model_len=max_length,
             max_num_seqs=MAX_SEQUENCES,
-            max_num_batched_tokens=MAX_BATCHED_TOKENS,
-            num_gpu_blocks_override=KV_BLOCKS,
             disable_log_stats=True,
+            **{**settings, **plan.arguments},
         )
     except (TypeError, ValueError, NotImplementedError) as error:
         raise EngineError(

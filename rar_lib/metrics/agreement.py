@@ -30,7 +30,7 @@ def overlap(ids_a: np.ndarray, ids_b: np.ndarray) -> np.ndarray:
     for one in left:
         for other in right:
             np.equal(one, other, out=same)
-            shared += same
+            np.add(shared, same, out=shared)
     return shared.reshape(ids_a.shape[:-1])
 
 

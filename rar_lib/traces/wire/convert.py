@@ -1,0 +1,272 @@
+"""From a dump to a RouteTrace: rows placed on their tokens, layers mapped by number, and nothing trusted that cannot be.
+
+A route that is not there becomes `missing`. Whatever contradicts itself is refused with its place: a row count that is neither T nor
+T - 1, a layer axis that fits neither all layers nor the MoE layers, ids that cannot be, an expert named twice. The same rules give the
+doctor its verdicts; here they are errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rar_lib.errors import TraceError
+from rar_lib.traces.layers import ModelShape
+from rar_lib.traces.scan import Cells, scan
+from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
+from rar_lib.traces.verdicts import Verdict, verdict
+from rar_lib.traces.wire.dump import Dump, Sample
+
+
+def shape_of(dump: Dump, model: ModelShape | None, payload_layers: tuple[int, ...] | None = None) -> ModelShape:
+    """The routers that a dump speaks of: the caller's, or what the file itself says.
+
+    Raises:
+        TraceError: if neither says how many experts there are and which layers are MoE layers.
+    """
+    if model is not None:
+        return model
+    layers = payload_layers or dump.payload_layers
+    if dump.num_experts is not None and dump.top_k is not None and layers is not None:
+        return ModelShape(dump.num_experts, dump.top_k, tuple(sorted(layers)), model_id=dump.model_id)
+    raise TraceError(
+        f"{dump.path}: {dump.format} does not say how many experts a layer has and which layers are MoE layers; give the model's "
+        f"config.json (model=, --model)"
+    )
+
+
+def positions(
+    dump: Dump, length: int, model: ModelShape, payload_layers: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Where the MoE layers lie on a layer axis of this length.
+
+    Raises:
+        TraceError: if the axis does not fit what the producer writes; the message says what would.
+    """
+    named = payload_layers or dump.payload_layers
+    if named is not None:
+        return model.axis(length, named)
+    if dump.layer_axis == "all" and model.num_layers is None and length > model.moe_layers[-1]:
+        return model.moe_layers
+    if dump.layer_axis == "moe" and length != len(model.moe_layers):
+        raise TraceError(
+            f"layer axis: {dump.format} writes MoE layers only; {length} payload layers are not the model's {len(model.moe_layers)}; "
+            f"name them by number (payload_layers)"
+        )
+    if dump.layer_axis == "all" and model.num_layers is not None and length != model.num_layers:
+        raise TraceError(
+            f"layer axis: {dump.format} writes all layers; {length} payload layers are not the model's {model.num_layers}; name them "
+            f"by number (payload_layers)"
+        )
+    return model.axis(length)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """Rows of one sample on its tokens.
+
+    Attributes:
+        ids: `[T, L, K]` as written, zeros where no row lies.
+        status: `[T, L]` uint8.
+        cells: what each cell of `ids` holds; flags of cells without a row are false.
+        problem: a verdict that forbids to place the rows at all; then there are no rows.
+    """
+
+    ids: np.ndarray
+    status: np.ndarray
+    cells: Cells
+    problem: Verdict | None = None
+
+    @property
+    def bad(self) -> np.ndarray:
+        """`[T, L]` bool, recorded cells that no router can have chosen."""
+        cells = self.cells
+        return (self.status == Status.RECORDED) & (cells.negative | cells.beyond | cells.twice)
+
+
+def place(
+    sample: Sample,
+    index: int,
+    layers: tuple[int, ...],
+    top_k: int,
+    num_experts: int | None,
+    content_sized: bool = False,
+) -> Placed:
+    """Put the rows of a sample on its tokens.
+
+    Args:
+        sample: as read.
+        index: its number in the dump, for the verdict.
+        layers: positions of the MoE layers on its layer axis.
+        top_k: K of the model.
+        num_experts: E, or None where unknown.
+        content_sized: see `Dump`.
+    """
+    tokens = sample.tokens
+    status = np.full((tokens, len(layers)), Status.MISSING, np.uint8)
+    if tokens:
+        status[-1] = Status.LAST
+    experts = sample.experts
+    if experts is None:
+        nothing = np.zeros((tokens, len(layers), top_k), np.uint8)
+        return Placed(nothing, status, scan(nothing, None))
+    rows, expected = len(experts), tokens - sample.first
+    problem = None
+    if experts.shape[2] != top_k:
+        seen = f"{experts.shape[2]} slots, the model chooses {top_k} experts a token"
+        problem = verdict("TOPK_MISMATCH", sample.name, seen, samples=(index,))
+    elif rows not in (expected, expected - 1) or (rows == 0 and expected > 1):
+        seen = (
+            f"{rows} rows from token {sample.first} for {tokens} tokens; expected {max(expected - 1, 0)} or {expected}"
+        )
+        problem = verdict("ROW_COUNT", sample.name, seen, samples=(index,), cells=rows)
+    elif num_experts is not None and num_experts - 1 > np.iinfo(experts.dtype).max and not content_sized:
+        seen = f"{experts.dtype} ids, which end at {np.iinfo(experts.dtype).max}, for {num_experts} experts"
+        code = "ID_WRAPPED"
+        problem = verdict(code, sample.name, seen, samples=(index,))
+    ids = np.zeros((tokens, len(layers), top_k), experts.dtype)
+    if problem is not None and problem.code != "ID_WRAPPED":
+        return Placed(ids, status, scan(ids, None), problem)
+    ids[sample.first : sample.first + rows] = experts[:, list(layers)]
+    cells = scan(ids, num_experts)
+    here = np.zeros(tokens, bool)
+    here[sample.first : min(sample.first + rows, tokens - 1)] = True
+    if sample.recorded is not None:
+        here[sample.first : sample.first + rows] &= sample.recorded
+    status[here[:, None] & ~cells.nothing] = Status.RECORDED
+    return Placed(ids, status, cells, problem)
+
+
+def first_problem(sample: Sample, placed: Placed, layers: tuple[int, ...]) -> str | None:
+    """What forbids to make a trace of this sample, in words, or None."""
+    if placed.problem is not None:
+        return f"{placed.problem.code}: {placed.problem.where}: {placed.problem.seen}"
+    bad = placed.bad
+    if not bad.any():
+        return None
+    token, layer = (int(i) for i in np.argwhere(bad)[0])
+    cells = placed.cells
+    code = (
+        "ID_NEGATIVE"
+        if cells.negative[token, layer]
+        else "ID_OUT_OF_RANGE"
+        if cells.beyond[token, layer]
+        else "DUPLICATE_EXPERTS"
+    )
+    return f"{code}: {sample.name}, token {token}, layer {layers[layer]}: {placed.ids[token, layer].tolist()}"
+
+
+def to_trace(dump: Dump, model: ModelShape | None = None, payload_layers: tuple[int, ...] | None = None) -> RouteTrace:
+    """The RouteTrace of a dump.
+
+    Token ids, rollout log-probs and weight versions go along where every sample carries them.
+
+    Raises:
+        TraceError: if the dump holds no routes, the layers do not fit the model, or a sample cannot be trusted (named with its
+            code, token and layer).
+    """
+    routed = dump.with_routes()
+    if not routed:
+        raise TraceError(f"{dump.path}: {dump.format}: expected routes, found none in {len(dump.samples)} samples")
+    shape = shape_of(dump, model, payload_layers)
+    parts, statuses = [], []
+    for i, sample in enumerate(dump.samples):
+        axis = positions(
+            dump,
+            sample.experts.shape[1] if sample.experts is not None else routed[0][2].shape[1],
+            shape,
+            payload_layers,
+        )
+        placed = place(sample, i, axis, shape.top_k, shape.num_experts, dump.content_sized)
+        problem = first_problem(sample, placed, shape.moe_layers)
+        if problem is not None:
+            raise TraceError(f"{dump.path}: {problem}")
+        parts.append(np.where((placed.status == Status.RECORDED)[..., None], placed.ids, 0))
+        statuses.append(placed.status)
+    header = TraceHeader(
+        num_experts=shape.num_experts, top_k=shape.top_k, moe_layers=shape.moe_layers, source=dump.source, producer=dump.format,
+        producer_version=dump.producer_version, model_id=shape.model_id or dump.model_id,
+    )  # fmt: skip
+    status = np.concatenate(statuses)
+    if (status == status[:, :1]).all():
+        status = status[:, 0]
+    lengths = [sample.tokens for sample in dump.samples]
+    return RouteTrace.from_packed(header, np.concatenate(parts), lengths, status, **_beside(dump))
+
+
+def _beside(dump: Dump) -> dict[str, np.ndarray]:
+    """Optional arrays of a trace that every sample carries."""
+    out: dict[str, np.ndarray] = {}
+    samples = dump.samples
+    if all(s.token_ids is not None for s in samples):
+        out["token_ids"] = np.concatenate([s.token_ids for s in samples if s.token_ids is not None])
+    if all(s.versions is not None for s in samples):
+        out["policy_version"] = np.concatenate([s.versions for s in samples if s.versions is not None])
+    if all("rollout" in s.logprobs for s in samples):
+        out["logprobs"] = np.concatenate([s.logprobs["rollout"] for s in samples]).astype(np.float32)
+    return out
+
+
+def join_segments(segments: list[Sample], name: str = "") -> tuple[Sample, tuple[Verdict, ...]]:
+    """One sample from the segments of a generation that was interrupted and resumed.
+
+    Each segment is the whole sequence so far (its prompt holds what was generated before) with routes from its `first` token on. Where
+    two segments overlap, the first is kept: it chose the token that follows. Rows that no segment holds are missing, never shifted.
+    Each token keeps the weight version of the segment that its row comes from.
+
+    Args:
+        segments: in order of time; token ids are required and each must go on from the one before.
+        name: of the joined sample.
+
+    Returns:
+        The sample, and a `SEGMENTS_DISAGREE` verdict where overlapping rows differ under one weight version.
+
+    Raises:
+        TraceError: if a segment does not continue the one before it.
+    """
+    whole = segments[-1]
+    if whole.token_ids is None:
+        raise TraceError(f"{whole.name}: segments need token ids")
+    shapes = {s.experts.shape[1:] for s in segments if s.experts is not None}
+    if len(shapes) != 1:
+        raise TraceError(f"{whole.name}: expected segments with one shape of routes, found {sorted(shapes)}")
+    experts = np.full((whole.tokens, *shapes.pop()), -1, np.int64)
+    versions = np.full(whole.tokens, -1, np.int64)
+    logprobs = np.full(whole.tokens, np.nan)
+    notes = []
+    for number, segment in enumerate(segments):
+        if segment.token_ids is None or not np.array_equal(segment.token_ids, whole.token_ids[: segment.tokens]):
+            raise TraceError(f"{segment.name}: expected the first {segment.tokens} tokens of {whole.name}")
+        if segment.experts is not None:
+            rows = np.arange(segment.first, min(segment.first + len(segment.experts), segment.tokens - 1))
+            told = segment.experts[: len(rows)].astype(np.int64)
+            written = ~scan(told, None).nothing.all(-1)
+            taken = (experts[rows] >= 0).any((-1, -2))
+            own = segment.versions[rows] if segment.versions is not None else np.full(len(rows), -1)
+            differs = (
+                taken
+                & written
+                & (np.sort(experts[rows], -1) != np.sort(told, -1)).any((-1, -2))
+                & (versions[rows] == own)
+            )
+            if differs.any():
+                where = f"{name or whole.name}, segment {number}, tokens {rows[differs].tolist()[:6]}"
+                notes.append(verdict("SEGMENTS_DISAGREE", where, f"{int(differs.sum())} overlapping rows differ"))
+            fresh = written & ~taken
+            experts[rows[fresh]], versions[rows[fresh]] = told[fresh], own[fresh]
+        scored = segment.logprobs.get("rollout")
+        if scored is not None:
+            part = logprobs[: segment.tokens]
+            part[np.isnan(part)] = scored[np.isnan(part)]
+    if all(s.versions is not None for s in segments):
+        versions[versions < 0] = versions[versions >= 0].max(initial=0)  # tokens without a route: the last one, gaps
+    else:
+        versions = np.full(0, 0)
+    first = segments[0]
+    mask = None if first.prompt is None else np.arange(whole.tokens) >= first.prompt
+    joined = replace(
+        whole, name=name or whole.name, experts=experts, first=0, prompt=first.prompt, response_mask=mask,
+        logprobs={} if np.isnan(logprobs).all() else {"rollout": logprobs}, versions=versions if len(versions) else None,
+    )  # fmt: skip
+    return joined, tuple(notes)

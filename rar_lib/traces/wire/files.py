@@ -1,0 +1,448 @@
+"""Opening files of strangers: nothing is executed, no size that a file claims is believed, and every failure names file and place.
+
+- Tensors (`.pt`) are loaded with torch's weights-only loading, memory-mapped. Zip archives whose entries are compressed, or add
+  up to more than the file, are refused before that. A few names that dumps are known to hold (numpy arrays, TensorDict) get
+  inert stand-ins; any other name ends in an error that lists it.
+- Pickles are read only with `allow_pickle=True`, and even then no foreign class is imported: every name outside a short list of
+  plain containers, numpy arrays and tensors becomes an `Inert` record of its arguments and state.
+- JSON lines report line and byte offset; base64, npy and msgpack check the length that they claim against what is there.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib
+import io
+import json
+import math
+import pickle
+import struct
+import types
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from rar_lib.errors import TraceError
+
+# ---------------------------------------------------------------- text
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole file.
+
+    Raises:
+        TraceError: if it cannot be read, or is empty.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from None
+    if not data:
+        raise TraceError(f"{path}: expected a dump, found an empty file")
+    return data
+
+
+def parse_json(where: str, data: bytes | str, start: int = 0) -> Any:
+    """A JSON value; `start` is the byte offset of `data` in its file, for the message.
+
+    Raises:
+        TraceError: with the offset of the first character that is not JSON.
+    """
+    try:
+        return json.loads(data)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{where}: expected JSON, offset {start + error.pos}: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{where}: expected UTF-8 text, offset {start + error.start}: {error.reason}") from None
+    except (RecursionError, ValueError) as error:  # nested too deep, or a number of thousands of digits
+        raise TraceError(f"{where}: offset {start}: JSON that is not read: {error}") from None
+
+
+def parse_jsonl(path: Path, data: bytes) -> Iterator[tuple[int, Any]]:
+    """Line number from 1 and value of every line that is not empty."""
+    start = 0
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            yield number, parse_json(f"{path}, line {number}", line, start)
+        start += len(line) + 1
+
+
+def decode_base64(where: str, text: Any) -> bytes:
+    """Bytes of a standard base64 string.
+
+    Raises:
+        TraceError: if it is not one.
+    """
+    if not isinstance(text, str | bytes):
+        raise TraceError(f"{where}: expected a base64 string, found {type(text).__name__}")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise TraceError(f"{where}: expected base64 ({len(text)} characters): {error}") from None
+
+
+def as_array(where: str, data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Little-endian values of a known type and shape, without a copy.
+
+    Raises:
+        TraceError: if the bytes are not exactly as many as the shape needs.
+    """
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in shape):
+        raise TraceError(f"{where}: expected sizes of 0 or more, found shape {list(shape)}")
+    kind = np.dtype(dtype).newbyteorder("<")
+    needed = math.prod(shape) * kind.itemsize
+    if needed != len(data):
+        raise TraceError(f"{where}: shape {list(shape)} of {dtype} needs {needed} bytes, found {len(data)}")
+    return np.frombuffer(data, kind).reshape(shape)
+
+
+def parse_npy(where: str, data: bytes) -> np.ndarray:
+    """An array of numbers from a `.npy` stream; object arrays are refused.
+
+    Raises:
+        TraceError: if header and payload do not fit, or the type is not a number.
+    """
+    stream = io.BytesIO(data)
+    try:
+        version = np.lib.format.read_magic(stream)
+        reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, fortran, dtype = reader(stream)
+    except (ValueError, KeyError, EOFError, SyntaxError, TypeError, struct.error, RecursionError, MemoryError) as error:
+        raise TraceError(f"{where}: expected a .npy stream: {error}") from None
+    if dtype.kind not in "iuf":
+        raise TraceError(f"{where}: expected numbers in the .npy stream, found {dtype}")
+    left = len(data) - stream.tell()
+    needed = math.prod(shape) * dtype.itemsize
+    if needed != left or any(n < 0 for n in shape):
+        raise TraceError(f"{where}: .npy shape {list(shape)} of {dtype} needs {needed} bytes, found {left}")
+    return np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
+
+
+# ---------------------------------------------------------------- inert records
+
+
+class Inert:
+    """A foreign object: its name, the arguments it was made with, and its state. It does nothing."""
+
+    path = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        made = object.__new__(cls)
+        made.args, made.state, made.items = args, None, []
+        return made
+
+    args: tuple[Any, ...]
+    state: Any
+    items: list[Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    def append(self, value: Any) -> None:
+        self.items.append(value)
+
+    def extend(self, values: Any) -> None:
+        self.items.extend(values)
+
+    def __repr__(self) -> str:
+        return f"<{self.path}, not loaded>"
+
+
+def inert(path: str) -> type[Inert]:
+    """The stand-in of one foreign name."""
+    return type(path.rpartition(".")[2], (Inert,), {"path": path})
+
+
+class PickledArray:
+    """A numpy array being unpickled, checked before memory is taken for it."""
+
+    values: np.ndarray | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) != 5:
+            raise pickle.UnpicklingError("numpy array: expected a state of five parts")
+        _, shape, dtype, fortran, raw = state
+        if not isinstance(dtype, np.dtype) or not isinstance(shape, tuple):
+            raise pickle.UnpicklingError("numpy array: expected a shape and a type")
+        if dtype.hasobject:
+            if not isinstance(raw, list) or len(raw) != math.prod(shape):
+                raise pickle.UnpicklingError(f"numpy array: shape {shape} of objects does not fit its list")
+            self.values = np.empty(len(raw), object)
+            for i, value in enumerate(raw):
+                self.values[i] = plain(value)
+            self.values = self.values.reshape(shape)
+            return
+        raw = raw.encode("latin1") if isinstance(raw, str) else raw
+        if not isinstance(raw, bytes | bytearray) or len(raw) != math.prod(shape) * dtype.itemsize:
+            raise pickle.UnpicklingError(f"numpy array: shape {shape} of {dtype} does not fit its bytes")
+        self.values = np.frombuffer(raw, dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def _reconstruct(*args: Any) -> PickledArray:
+    return PickledArray()
+
+
+def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
+    return np.frombuffer(buffer, dtype=dtype).reshape(tuple(shape), order="F" if order == "F" else "C")
+
+
+def _scalar(dtype: Any, raw: Any = None) -> Any:
+    if not isinstance(dtype, np.dtype) or dtype.hasobject or not isinstance(raw, bytes) or len(raw) != dtype.itemsize:
+        raise pickle.UnpicklingError("numpy scalar: expected a type and its bytes")
+    return np.frombuffer(raw, dtype)[0]
+
+
+def _no_bytes(*args: Any) -> bytes:
+    """Empty bytes, which old pickle protocols write as a call; with a number the call would take that much memory."""
+    if args:
+        raise pickle.UnpicklingError("bytes: expected no arguments")
+    return b""
+
+
+def plain(value: Any) -> Any:
+    """Numpy arrays and tensors as arrays; everything else as it is."""
+    if isinstance(value, PickledArray):
+        if value.values is None:
+            raise TraceError("numpy array: its content is missing")
+        return value.values
+    if isinstance(value, torch.Tensor) and not value.is_nested:
+        return tensor_array(value)
+    return value
+
+
+def tensor_array(tensor: torch.Tensor) -> np.ndarray:
+    """A dense CPU tensor as an array without a copy, where its storage really holds it.
+
+    Raises:
+        TraceError: if strides repeat memory (a small file would become a large array), or numpy has no such type.
+    """
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise TraceError(f"tensor: expected a dense one on the CPU, found {tensor.layout} on {tensor.device}")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise TraceError(
+            f"tensor: shape {list(tensor.shape)} of {tensor.dtype} needs more than its "
+            f"{tensor.untyped_storage().nbytes()} stored bytes"
+        )
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    try:
+        return tensor.detach().numpy()
+    except (TypeError, RuntimeError) as error:
+        raise TraceError(f"tensor of {tensor.dtype}: {error}") from None
+
+
+NUMPY: dict[str, Callable[..., Any]] = {
+    **{f"numpy.{core}.multiarray._reconstruct": _reconstruct for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": _frombuffer for core in ("core", "_core")},
+    "numpy.ndarray": inert("numpy.ndarray"),
+    "numpy.dtype": np.dtype,
+    "builtins.bytes": _no_bytes,
+    "__builtin__.bytes": _no_bytes,
+}
+TENSORDICT = (
+    "tensordict._reductions._make_td",
+    "tensordict._reductions._rebuild_tensordict_files_consolidated",
+    "tensordict._reductions._rebuild_tensordict_files",
+    "tensordict._td.TensorDict",
+    "tensordict.TensorDict",
+    "tensordict._lazy.LazyStackedTensorDict",
+    "tensordict.tensorclass.NonTensorStack",
+    "tensordict.tensorclass.NonTensorData",
+)
+# constructors of plain values; nothing here reads, writes or imports
+PLAIN: dict[str, Any] = {
+    **NUMPY,
+    "collections.OrderedDict": OrderedDict,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.complex": complex,
+    "__builtin__.set": set,
+    "_codecs.encode": lambda text, coding="latin1": text.encode("latin1"),
+    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+    "torch._utils._rebuild_parameter": torch._utils._rebuild_parameter,
+    "torch._tensor._rebuild_from_type_v2": torch._tensor._rebuild_from_type_v2,
+    "torch.Size": torch.Size,
+    "torch.device": torch.device,
+    "torch.Tensor": torch.Tensor,
+    "_io.BytesIO": io.BytesIO,
+    "io.BytesIO": io.BytesIO,
+}
+
+
+_Unpickler: Any = pickle._Unpickler  # in Python, since the C one believes sizes and memo indices
+
+
+class InertUnpickler(_Unpickler):
+    """Reads plain values; any other name becomes an `Inert` record."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
+
+    def __init__(self, file: Any, **_: Any) -> None:
+        self._file = file
+        super().__init__(file)
+
+    def find_class(self, module: str, name: str) -> Any:
+        path = f"{module}.{name}"
+        if path in PLAIN:
+            return PLAIN[path]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module == "torch.nested._internal.nested_tensor" and name in ("_rebuild_njt", "NestedTensor"):
+            import torch.nested._internal.nested_tensor as nested
+
+            return getattr(nested, name)
+        return inert(path)
+
+    def load_bytearray8(self) -> None:
+        (size,) = struct.unpack("<Q", self.read(8))
+        data = self.read(size) if size < 2**48 else b""
+        if len(data) != size:
+            raise pickle.UnpicklingError(f"a byte array of {size} bytes goes beyond the end")
+        self.append(bytearray(data))
+
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+
+
+def _inert_load(file: Any, **_: Any) -> Any:
+    return InertUnpickler(file).load()
+
+
+INERT_PICKLE: Any = types.SimpleNamespace(
+    Unpickler=InertUnpickler, load=_inert_load, UnpicklingError=pickle.UnpicklingError, __name__="inert"
+)
+BROKEN = (
+    pickle.UnpicklingError, RuntimeError, ValueError, KeyError, IndexError, AttributeError, TypeError, EOFError, OSError,
+    struct.error, zipfile.BadZipFile, MemoryError, OverflowError, AssertionError, RecursionError, NotImplementedError,
+    UnicodeDecodeError, ImportError,
+)  # fmt: skip
+
+
+def load_pickle(where: str, data: bytes, allow_pickle: bool) -> Any:
+    """A pickle as plain values and inert records.
+
+    Raises:
+        TraceError: without `allow_pickle`, or if the pickle is broken.
+    """
+    if not allow_pickle:
+        raise TraceError(
+            f"{where}: this is a Python pickle, a format that can carry code; read it with allow_pickle=True (--allow-pickle). "
+            f"Its classes are not imported even then: plain values, arrays and tensors are taken, the rest stays inert"
+        )
+    stream = io.BytesIO(data)
+    try:
+        return InertUnpickler(stream).load()
+    except BROKEN as error:
+        raise TraceError(f"{where}: broken pickle near offset {stream.tell()}: {_short(error)}") from None
+
+
+def _short(error: BaseException) -> str:
+    """The line of a long message that says what was found."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    marks = [i for i, line in enumerate(lines) if "WeightsUnpickler error" in line]
+    told = lines[marks[0] :] if marks else lines[:1]
+    return f"{type(error).__name__}: {' '.join(told[:2]).rpartition('WeightsUnpickler error:')[2].strip()[:200]}"
+
+
+# ---------------------------------------------------------------- torch files
+
+
+def check_zip(where: str, stream: Any, size: int) -> bytes:
+    """The pickle inside a torch file, after refusing archives that would unpack to more than the file.
+
+    Raises:
+        TraceError: if it is no zip, an entry is compressed, or entries claim more bytes than the file has.
+    """
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            entries = archive.infolist()
+            squeezed = [
+                e.filename for e in entries if e.compress_type != zipfile.ZIP_STORED or e.file_size != e.compress_size
+            ]
+            if squeezed:
+                raise TraceError(f"{where}: entry {squeezed[0]} is compressed; torch stores its entries as they are")
+            total = sum(e.file_size for e in entries)
+            if total > size:
+                raise TraceError(f"{where}: entries claim {total} bytes, the file has {size}")
+            content = [e for e in entries if e.filename.endswith("/data.pkl")]
+            if len(content) != 1:
+                raise TraceError(f"{where}: expected one data.pkl inside, found {len(content)}: no torch file")
+            return archive.read(content[0])
+    except TraceError:
+        raise
+    except (
+        zipfile.BadZipFile,
+        OSError,
+        ValueError,
+        struct.error,
+        NotImplementedError,
+        UnicodeDecodeError,
+        RuntimeError,
+    ) as error:
+        raise TraceError(f"{where}: expected a torch file (a zip archive): {error}") from None
+
+
+def load_torch(where: str, source: Path | bytes, allow_pickle: bool = False) -> Any:
+    """What `torch.save` wrote, with weights-only loading; files are memory-mapped.
+
+    Raises:
+        TraceError: if the file is broken, or holds classes that are not plain data (named).
+    """
+    mapped = isinstance(source, Path)
+    size = source.stat().st_size if isinstance(source, Path) else len(source)
+    opened: Any = str(source) if isinstance(source, Path) else io.BytesIO(source)
+    content = check_zip(where, source if isinstance(source, Path) else io.BytesIO(source), size)
+    if b"torch._dynamo" in content:  # a mark on jagged tensors, which torch trusts once this module is there
+        importlib.import_module("torch._dynamo.decorators")
+    stands_in: list[tuple[Callable[..., Any], str]] = [(call, name) for name, call in NUMPY.items()]
+    stands_in += [(inert(name), name) for name in TENSORDICT]
+    stands_in += [(PickledArray, "rar_lib.PickledArray")]
+    try:
+        with torch.serialization.safe_globals([*stands_in, *_dtype_classes()]):
+            return torch.load(opened, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        if not allow_pickle:
+            raise TraceError(
+                f"{where}: weights-only loading refused it: {_names(source) or _short(error)}; read it with "
+                f"allow_pickle=True (--allow-pickle): foreign classes then stay inert records, none is imported"
+            ) from None
+    except BROKEN as error:
+        raise TraceError(f"{where}: broken torch file: {_short(error)}") from None
+    if isinstance(opened, io.BytesIO):
+        opened.seek(0)
+    try:
+        return torch.load(opened, map_location="cpu", weights_only=False, pickle_module=INERT_PICKLE, mmap=mapped)
+    except BROKEN as error:
+        raise TraceError(f"{where}: broken torch file: {_short(error)}") from None
+
+
+def _dtype_classes() -> list[type]:
+    return [
+        type(np.dtype(name))
+        for name in ("bool", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "O", "U", "S")
+    ]
+
+
+def _names(source: Path | bytes) -> str:
+    """The foreign names in a torch file, in words."""
+    try:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(
+            str(source) if isinstance(source, Path) else io.BytesIO(source)
+        )
+    except BROKEN:
+        return ""
+    known = {*NUMPY, *TENSORDICT, *(f"{c.__module__}.{c.__name__}" for c in _dtype_classes())}
+    names = sorted(set(found) - known)
+    return f"it holds {', '.join(names[:6])}" if names else ""

@@ -1,0 +1,150 @@
+"""SGLang: `meta_info.routed_experts`, base64 of raw values without a shape.
+
+Values are row-major `[prompt + completion - 1 - start, L_all, K]`, int32, or the type that `routed_experts_dtype` names (int32,
+uint16, uint8). No shape is sent, so the model must be known (`--model`): L_all = num_hidden_layers, dense layers as zeros. `start` is
+`routed_experts_start_len`, of the request or echoed; some servers ignore it and send every row: both counts are tried, and what
+fits neither is refused. The OpenAI endpoint puts the same string under `sglext` (or `sgl_ext`). Reads `/generate` answers
+(one object, a list, JSON lines), bare or as `{"request", "response"}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from rar_lib.errors import TraceError
+from rar_lib.traces.wire.content import Content, Reader
+from rar_lib.traces.wire.dump import Dump, Sample, field_of, numbers
+from rar_lib.traces.wire.files import as_array, decode_base64
+from rar_lib.traces.wire.outputs import answer_logprobs, choices, response_fields, sized, start_of, token_ids
+
+DTYPES = ("int32", "uint16", "uint8")
+
+
+def _answers(content: Content) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Place, request and answer of every `/generate` answer."""
+    for where, record in content.records:
+        response = record.get("response", record)
+        several = response if isinstance(response, list) else [response]
+        for i, answer in enumerate(several):
+            if isinstance(answer, Mapping) and isinstance(answer.get("meta_info"), Mapping):
+                yield where if len(several) == 1 else f"{where}, answer {i}", record.get("request") or {}, answer
+
+
+def _ext(choice: Any) -> Mapping[str, Any]:
+    for key in ("sglext", "sgl_ext"):
+        for holder in (choice.choice, choice.response):
+            if isinstance(holder.get(key), Mapping):
+                return holder[key]
+    return {}
+
+
+def claims(content: Content) -> str | None:
+    if content.kind not in ("json", "jsonl"):
+        return None
+    for _, _, answer in _answers(content):
+        if isinstance(answer["meta_info"].get("routed_experts"), str):
+            return "meta_info.routed_experts is a string"
+    for choice in choices(content.records):
+        if "routed_experts" in _ext(choice):
+            return "sglext.routed_experts"
+    return None
+
+
+def read(content: Content) -> Dump:
+    samples, layouts = [], set()
+    for where, request, answer in _answers(content):
+        meta = answer["meta_info"]
+        answered = answer.get("output_ids")
+        if answered is None and isinstance(meta.get("output_token_logprobs"), list):
+            answered = [entry[1] for entry in meta["output_token_logprobs"]]
+        prompt_ids = answer.get("prompt_token_ids", request.get("input_ids"))
+        ids, prompt = token_ids(where, prompt_ids, answered)
+        if ids is None:
+            prompt = field_of(f"{where}: meta_info", meta, "prompt_tokens")
+            tokens = prompt + field_of(f"{where}: meta_info", meta, "completion_tokens")
+        else:
+            tokens = len(ids)
+        logprobs = meta.get("output_token_logprobs")
+        logp = (
+            None if logprobs is None else numbers(f"{where}: output_token_logprobs", [entry[0] for entry in logprobs])
+        )
+        experts, first, layout = _routes(where, content, meta, request, tokens)
+        layouts.add(layout)
+        more = response_fields(tokens, prompt, logp, where)
+        versions = _versions(where, meta, tokens, prompt)
+        samples.append(
+            Sample(
+                where,
+                tokens,
+                experts,
+                first,
+                token_ids=ids,
+                versions=versions,
+                text=str(answer.get("text") or ""),
+                **more,
+            )
+        )
+    for choice in choices(content.records):
+        where = choice.where
+        ids, prompt = token_ids(where, choice.get("prompt_token_ids"), choice.get("token_ids"))
+        tokens, prompt = sized(choice, ids, prompt)
+        experts, first, layout = _routes(where, content, _ext(choice), choice.request, tokens)
+        layouts.add(layout)
+        more = response_fields(tokens, prompt, answer_logprobs(where, choice.choice), where)
+        samples.append(Sample(where, tokens, experts, first, token_ids=ids, **more))
+    return Dump("sglang", "; ".join(sorted(layouts)), str(content.path), tuple(samples), "all", content_sized=True)
+
+
+def _routes(
+    where: str, content: Content, meta: Mapping[str, Any], request: Mapping[str, Any], tokens: int
+) -> tuple[np.ndarray | None, int, str]:
+    """Rows, the token of the first, and the layout in words."""
+    text = meta.get("routed_experts")
+    if text is None:
+        return None, 0, "no routes"
+    model = content.options.model
+    layers = len(content.options.payload_layers or ()) or (model.num_layers if model else None)
+    if model is None or layers is None:
+        raise TraceError(
+            f"{where}: SGLang sends routes without a shape; give the model's config (--model), which says layers and experts per "
+            f"token"
+        )
+    dtype = meta.get("routed_experts_dtype") or "int32"
+    if dtype not in DTYPES:
+        raise TraceError(f"{where}: routed_experts_dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    data = decode_base64(f"{where}: routed_experts", text)
+    start = start_of(where, meta.get("routed_experts_start_len"), request.get("routed_experts_start_len"))
+    row = layers * model.top_k * np.dtype(dtype).itemsize
+    rows = {tokens - 1 - start: start, tokens - 1: 0}  # honoured, or ignored by the server
+    if len(data) % row or len(data) // row not in rows:
+        raise TraceError(
+            f"{where}: routed_experts holds {len(data)} bytes of {dtype}; {layers} layers x top-{model.top_k} and {tokens} tokens from "
+            f"{start} need {(tokens - 1 - start) * row} (or {(tokens - 1) * row} where the server ignores the start)"
+        )
+    count = len(data) // row
+    experts = as_array(where, data, dtype, (count, layers, model.top_k))
+    ignored = "; start_len ignored by the server" if start and count == tokens - 1 else ""
+    return experts, rows[count], f"base64 of raw {dtype}, all layers{ignored}"
+
+
+def _versions(where: str, meta: Mapping[str, Any], tokens: int, prompt: int | None) -> np.ndarray | None:
+    """Weight version of every token where the server says numbers; spans count over the sampled tokens."""
+    spans, one = meta.get("weight_versions"), meta.get("weight_version")
+    if isinstance(spans, list) and prompt is not None:
+        out = np.full(tokens, -1, np.int64)
+        for span in spans:
+            if not str(span["version"]).isdigit():
+                return None
+            first, end = prompt + int(span["start"]), prompt + int(span["end"])
+            if not prompt <= first <= end <= tokens:
+                raise TraceError(f"{where}: weight_versions: span {span} lies outside {tokens - prompt} sampled tokens")
+            out[first:end] = int(span["version"])
+        out[:prompt] = out[prompt] if tokens > prompt else -1
+        return out
+    return np.full(tokens, int(str(one)), np.int64) if str(one).isdigit() else None
+
+
+READERS = (Reader("sglang", "answers of an SGLang server, JSON or JSON lines", claims, read),)
