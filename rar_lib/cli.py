@@ -1,15 +1,16 @@
-"""The command line: `rar run`, `rar demo`, `rar base`. Results go to standard output, progress and errors to standard error."""
+"""The command line: `rar run | demo | base | doctor | record | aliases`. Results go to standard output, progress and errors to
+standard error."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from rar_lib.errors import RarError
+from rar_lib.errors import ConfigError, RarError
 
 
 def run(
@@ -58,12 +59,107 @@ def base(
     print(out)
 
 
+def doctor(
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="a dump of any known producer, or a trace")],
+    format: Annotated[str, tyro.conf.arg(help="auto, or a name that the README lists")] = "auto",
+    model: Annotated[
+        Path | None, tyro.conf.arg(help="config.json, or a checkpoint folder: layers and experts to check against")
+    ] = None,
+    layers: Annotated[
+        tuple[int, ...] | None,
+        tyro.conf.arg(help="transformer layer number of each position on the producer's layer axis"),
+    ] = None,
+    batch_size: Annotated[int | None, tyro.conf.arg(help="sequences of a forward, for Megatron's tracer")] = None,
+    allow_pickle: Annotated[bool, tyro.conf.arg(help="read pickles; their classes are not imported even then")] = False,
+    against: Annotated[
+        Path | None, tyro.conf.arg(help="a second record of the same tokens: certificate and agreement by layer")
+    ] = None,
+    kind: Annotated[
+        Literal["mismatch", "drift"],
+        tyro.conf.arg(help="what the comparison is: two engines, or one engine before and after"),
+    ] = "mismatch",
+    asserting: Annotated[
+        tuple[Literal["tokens", "numbering", "weights", "engines"], ...],
+        tyro.conf.arg(help="checks that you vouch for where the records prove nothing"),
+    ] = (),
+    json: Annotated[bool, tyro.conf.arg(help="print JSON")] = False,
+) -> None:
+    """Is this record of routes sound? Exit status: 0 clean, 1 warnings, 2 must not be replayed."""
+    from rar_lib.diagnosis import diagnose
+
+    found = diagnose(
+        file, format, model=model, payload_layers=layers, batch_size=batch_size, allow_pickle=allow_pickle, against=against, kind=kind,
+        asserting=asserting,
+    )  # fmt: skip
+    print(found.to_json() if json else found)
+    sys.exit(found.exit_status)
+
+
+def record(
+    file: Annotated[
+        tyro.conf.Positional[Path], tyro.conf.arg(help="a trace, a dump with token ids, or JSON lines of token_ids")
+    ],
+    model: Annotated[Path, tyro.conf.arg(help="folder of a Hugging Face MoE checkpoint")],
+    out: Annotated[Path, tyro.conf.arg(help="trace file to write (.safetensors)")],
+    engine: Annotated[Literal["hf", "megatron"], tyro.conf.arg(help="what computes")] = "hf",
+    dtype: Annotated[Literal["float32", "bfloat16"], tyro.conf.arg(help="of the forward")] = "float32",
+    source: Annotated[
+        Literal["old", "new"], tyro.conf.arg(help="old: the weights that sampled; new: later ones")
+    ] = "old",
+    version: Annotated[int | None, tyro.conf.arg(help="of the weights, where the dump has versions too")] = None,
+    format: Annotated[str, tyro.conf.arg(help="of the file")] = "auto",
+    batch_size: Annotated[int, tyro.conf.arg(help="sequences a forward")] = 16,
+    scores: Annotated[bool, tyro.conf.arg(help="keep all ranked scores, E values a cell")] = False,
+    allow_pickle: Annotated[bool, tyro.conf.arg(help="read pickles; their classes are not imported even then")] = False,
+) -> None:
+    """Route the tokens of a file through your own model: the training side of a comparison."""
+    from rar_lib.retrace import record_file
+
+    trace = record_file(
+        file, model, engine=engine, dtype=dtype, format=format, allow_pickle=allow_pickle, source=source, version=version,
+        batch_size=batch_size, scores=scores,
+    )  # fmt: skip
+    trace.save(out)
+    print(out)
+
+
+def aliases(
+    framework: Annotated[
+        str | None, tyro.conf.arg(help="verl, nemo-rl, slime, prime-rl, areal, ...; by default all")
+    ] = None,
+    name: Annotated[str | None, tyro.conf.arg(help="a metric's name, theirs or ours")] = None,
+) -> None:
+    """Metric names of other frameworks and what they are here."""
+    from rar_lib.metrics.aliases import alias_table, find
+
+    table = alias_table(framework)
+    if name is not None:
+        named = {(a.framework, a.theirs) for a in find(name)}
+        table = table[[pair in named for pair in zip(table["framework"], table["theirs"], strict=True)]]
+        if table.empty:
+            raise ConfigError(f"name: no alias is known for {name!r}" + (f" in {framework}" if framework else ""))
+    for row in table.to_dict("records"):
+        print(f"{row['framework']:9} {row['theirs']}\n{'':9} {row['relation']}: {row['ours'] or 'no counterpart'}")
+        if row["note"]:
+            print(f"{'':9} {row['note']}")
+
+
+COMMANDS: dict[str, Any] = {
+    "run": run,
+    "demo": demo,
+    "base": base,
+    "doctor": doctor,
+    "record": record,
+    "aliases": aliases,
+}
+
+
 def main() -> None:
     """Entry point of `rar`. Exit status 2 on anything the user can mend."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("rar").setLevel(logging.INFO)
     try:
-        tyro.extras.subcommand_cli_from_dict({"run": run, "demo": demo, "base": base}, prog="rar", description=__doc__)
+        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="rar", description=__doc__)
     except RarError as error:
         print(f"rar: {error}", file=sys.stderr)
         sys.exit(2)

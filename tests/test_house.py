@@ -15,7 +15,20 @@ LAYERS = [
     {"errors", "seeding", "config", "traces", "metrics", "progress"},
     {"replay", "tasks", "checkpoint"},
     {"engines", "rl", "figures"},
-    {"measure", "planner", "prompts", "summary", "job", "runs", "arms", "stages", "frontier", "score_study"},
+    {
+        "measure",
+        "planner",
+        "prompts",
+        "summary",
+        "job",
+        "runs",
+        "arms",
+        "stages",
+        "frontier",
+        "score_study",
+        "diagnosis",
+        "retrace",
+    },
     {"cli", "__main__"},
 ]
 
@@ -46,7 +59,11 @@ def test_a_module_imports_its_own_layer_or_a_lower_one(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "modules",
-    ["rar_lib", "rar_lib.traces, rar_lib.metrics.mismatch, rar_lib.metrics.agreement, rar_lib.replay, rar_lib.figures"],
+    [
+        "rar_lib",
+        "rar_lib.traces, rar_lib.metrics.mismatch, rar_lib.metrics.agreement, rar_lib.replay, rar_lib.figures",
+        "rar_lib.diagnosis, rar_lib.traces.wire, rar_lib.retrace, rar_lib.metrics.aliases",
+    ],
 )
 def test_light_modules_import_no_engine(modules: str) -> None:
     code = f"import sys, {modules}; print({HEAVY!r} & set(sys.modules))"

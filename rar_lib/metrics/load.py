@@ -117,13 +117,6 @@ def load_shift(a: RouteTrace, b: RouteTrace) -> pd.DataFrame:
 # ---------------------------------------------------------------- what needs router scores
 
 
-def probabilities(logits: np.ndarray) -> np.ndarray:
-    """Softmax over the last axis, float64."""
-    wide = np.asarray(logits, np.float64)
-    shifted = np.exp(wide - wide.max(-1, keepdims=True))
-    return shifted / shifted.sum(-1, keepdims=True)
-
-
 def routing_entropy(p: np.ndarray) -> np.ndarray:
     """Entropy of one token's router distribution, in nats: `[..., E]` probabilities to `[...]`, 0..log E."""
     return entropy(np.asarray(p, np.float64))

@@ -183,7 +183,8 @@ class RouteTrace:
             return {"recorded": None, "missing": None}
         return {"recorded": recorded / possible, "missing": 1 - recorded / possible}
 
-    def _where(self, token: int) -> str:
+    def place_of(self, token: int) -> str:
+        """Sequence and position of a packed token, in words."""
         sequence = int(np.searchsorted(self.offsets, token, side="right")) - 1
         return f"sequence {sequence}, token {token - int(self.offsets[sequence])}"
 
@@ -221,7 +222,7 @@ class RouteTrace:
         if out.any():
             token, layer = np.argwhere(out)[0]
             raise TraceError(
-                f"experts: {self._where(token)}, layer {self.header.moe_layers[layer]}: expected ids below "
+                f"experts: {self.place_of(token)}, layer {self.header.moe_layers[layer]}: expected ids below "
                 f"{self.header.num_experts}, found {ids[token, layer].tolist()}"
             )
         ordered = np.sort(ids, axis=-1)
@@ -229,13 +230,13 @@ class RouteTrace:
         if twice.any():
             token, layer = np.argwhere(twice)[0]
             raise TraceError(
-                f"experts: {self._where(token)}, layer {self.header.moe_layers[layer]}: expected "
+                f"experts: {self.place_of(token)}, layer {self.header.moe_layers[layer]}: expected "
                 f"{self.header.top_k} distinct experts, found {ids[token, layer].tolist()}"
             )
         if (ids[~known] != 0).any():
             token, layer = np.argwhere(~known & (ids != 0).any(-1))[0]
             raise TraceError(
-                f"experts: {self._where(token)}, layer {self.header.moe_layers[layer]} is not recorded and must hold "
+                f"experts: {self.place_of(token)}, layer {self.header.moe_layers[layer]} is not recorded and must hold "
                 f"zeros, found {ids[token, layer].tolist()}"
             )
 
@@ -425,13 +426,17 @@ class RouteTrace:
             )
         return cls(header, **arrays, _stored_sha256=metadata["payload_sha256"])
 
+    def is_intact(self) -> bool:
+        """False if the payload is not the one whose SHA-256 the file carries; True for traces made in memory."""
+        return self._stored_sha256 is None or self.payload_sha256() == self._stored_sha256
+
     def verify(self) -> None:
         """Check every value, and the payload against the SHA-256 that the file carries.
 
         Raises:
             TraceError: if a byte of the payload changed since it was written, or the content contradicts itself.
         """
-        if self._stored_sha256 is not None and self.payload_sha256() != self._stored_sha256:
+        if not self.is_intact():
             raise TraceError(f"payload: expected SHA-256 {self._stored_sha256}, found {self.payload_sha256()}")
         self._check_values()
 

@@ -126,6 +126,11 @@ KINDS: dict[str, Kind] = {
         "a row names an expert twice: partly written rows, ids wrapped into a smaller type, or zeros read as expert 0",
         "do not replay: a dispatcher counts K experts a token",
     ),
+    "FILLER_ROWS": Kind(
+        "error",
+        "rows that nobody wrote hold 0..K-1, which reads like routes: padding, or filler for what was not captured",
+        "read them under the producer's mask, or mark them missing",
+    ),
     "EXPERTS_LOCAL": Kind(
         "warning",
         "only the first part of the ids is ever used, in every layer: ids are local to an expert-parallel rank",

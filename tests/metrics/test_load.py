@@ -77,8 +77,6 @@ def test_ids_out_of_range_are_named() -> None:
 
 def test_router_scores_by_hand() -> None:
     logits = np.log(np.array([[0.5, 0.25, 0.25]]))
-    p = loads.probabilities(logits + 7)
-    assert p == pytest.approx(np.array([[0.5, 0.25, 0.25]]))
     assert loads.routing_entropy(np.array([[1.0, 0.0], [0.5, 0.5]])) == pytest.approx([0, np.log(2)])
     assert loads.gate_tv(np.array([0.5, 0.5]), np.array([0.75, 0.25])) == 0.25
     assert loads.router_kl(logits, logits - 3)[0] == pytest.approx(0, abs=1e-15)

@@ -17,12 +17,25 @@ from typing import Any
 from rar_lib.errors import TraceError
 from rar_lib.traces.layers import ModelShape
 from rar_lib.traces.trace import RouteTrace
-from rar_lib.traces.wire import megatron, nemo_rl, prime_rl, roll, sglang, skyrl, slime, trtllm, verl, vllm, xtuner
+from rar_lib.traces.wire import (
+    megatron,
+    nemo_rl,
+    prime_rl,
+    roll,
+    sglang,
+    skyrl,
+    slime,
+    tokens,
+    trtllm,
+    verl,
+    vllm,
+    xtuner,
+)
 from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.convert import to_trace
 from rar_lib.traces.wire.dump import Dump, ReadOptions, Sample
 
-MODULES = (verl, vllm, sglang, nemo_rl, slime, megatron, skyrl, prime_rl, trtllm, xtuner, roll)
+MODULES = (verl, vllm, sglang, nemo_rl, slime, megatron, skyrl, prime_rl, trtllm, xtuner, roll, tokens)
 READERS: dict[str, Reader] = {reader.name: reader for module in MODULES for reader in module.READERS}
 OWN = "rar"
 logger = logging.getLogger("rar.wire")
@@ -59,18 +72,21 @@ def detect(content: Content) -> str:
 
 def _open(path: str | Path, format: str, options: ReadOptions) -> tuple[Content, str]:
     content = Content(Path(path), options)
-    if format == "auto":
-        return content, detect(content)
-    if format != OWN and format not in READERS:
-        raise TraceError(f"format: expected auto or one of {', '.join((OWN, *READERS))}, found {format!r}")
-    return content, format
+    return content, detect(content) if format == "auto" else format
 
 
-def _read(content: Content, name: str) -> Dump:
+def read_content(content: Content, name: str) -> Dump:
+    """The samples of an opened file.
+
+    Raises:
+        TraceError: as `read_dump`.
+    """
     if name == OWN:
         raise TraceError(
             f"{content.path}: a trace of this library's own format holds no dump; use read_trace or RouteTrace.load"
         )
+    if name not in READERS:
+        raise TraceError(f"format: expected auto or one of {', '.join((OWN, *READERS))}, found {name!r}")
     reader = READERS[name]
     try:
         if reader.claims(content) is None:
@@ -116,7 +132,7 @@ def read_dump(
         TraceError: names file, place, expected and found.
     """
     content, name = _open(path, format, _options(model, payload_layers, batch_size, allow_pickle))
-    return _read(content, name)
+    return read_content(content, name)
 
 
 def read_trace(
@@ -132,4 +148,4 @@ def read_trace(
     content, name = _open(path, format, options)
     if name == OWN:
         return RouteTrace.load(path)
-    return to_trace(_read(content, name), options.model, options.payload_layers)
+    return to_trace(read_content(content, name), options.model, options.payload_layers)

@@ -1,0 +1,317 @@
+"""May two records of routes be compared at all? A certificate says so, or says which proof is missing.
+
+A disagreement of routes means something only between records of the same tokens, the same layers and the same numbering of the
+experts; and it is a *mismatch* (two engines) only at the same weights, a *drift* (one engine, before and after updates) only at
+different ones. Every one of these has been mixed up in public at least once. So agreement is computed under a certificate: each check
+is `proven` from the records themselves, `asserted` by the caller, `unproven`, or `failed`.
+
+The numbering is proven by co-assignment: C[e, f] counts the cells in which record A chose e and record B chose f. If both speak of the
+same experts, the assignment of A's to B's experts with the largest total is the identity (Hungarian matching). Where experts are never
+used, or swapping two of them would cost nothing, the matching is ambiguous there, and that is reported.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import linear_sum_assignment
+
+from rar_lib.errors import TraceError
+from rar_lib.traces.trace import RouteTrace
+from rar_lib.traces.verdicts import listed
+
+ComparisonKind = Literal["mismatch", "drift"]
+State = Literal["proven", "asserted", "unproven", "failed"]
+CHECKS = ("tokens", "layers", "numbering", "weights", "engines")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One condition: its name, how it stands, and what was seen."""
+
+    name: str
+    state: State
+    seen: str
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """The best assignment of B's experts to A's in one layer.
+
+    Attributes:
+        layer: transformer layer number.
+        mapping: `[E]` int64, the expert of B that stands where A has expert e.
+        ambiguous: experts whose place the record cannot tell (never used, or a swap would cost nothing).
+        overlap: mean share of common experts as numbered.
+        matched: the same under `mapping`.
+        cells: number of cells looked at.
+    """
+
+    layer: int
+    mapping: np.ndarray
+    ambiguous: tuple[int, ...]
+    overlap: float
+    matched: float
+    cells: int
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Experts that the matching puts elsewhere, ambiguous ones aside."""
+        return tuple(
+            int(e) for e in np.flatnonzero(self.mapping != np.arange(len(self.mapping))) if e not in self.ambiguous
+        )
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The checks of a pair.
+
+    Attributes:
+        kind: mismatch (same weights) or drift (different ones).
+        checks: one a condition.
+        numbering: one a layer; empty where tokens or layers differ.
+    """
+
+    kind: ComparisonKind
+    checks: tuple[Check, ...]
+    numbering: tuple[Numbering, ...] = ()
+
+    @property
+    def valid(self) -> bool:
+        """True if every check is proven or asserted."""
+        return all(check.state in ("proven", "asserted") for check in self.checks)
+
+    def require(self) -> None:
+        """Go on only with a valid certificate.
+
+        Raises:
+            TraceError: naming every check that is missing, and how to assert what only the caller knows.
+        """
+        missing = [f"{c.name} {c.state} ({c.seen})" for c in self.checks if c.state in ("unproven", "failed")]
+        if missing:
+            raise TraceError(
+                f"no certificate of {self.kind}: {'; '.join(missing)}. What is unproven can be vouched for with asserting=(...); what "
+                f"failed cannot"
+            )
+
+    def table(self) -> pd.DataFrame:
+        """Checks as a table: `check`, `state`, `seen`."""
+        return pd.DataFrame([(c.name, c.state, c.seen) for c in self.checks], columns=["check", "state", "seen"])
+
+    def __str__(self) -> str:
+        head = f"certificate of {self.kind}: {'valid' if self.valid else 'not given'}"
+        return "\n".join([head, *(f"  {c.state:9} {c.name}: {c.seen}" for c in self.checks)])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th>{c.name}</th><td>{c.state}</td><td>{html.escape(c.seen)}</td></tr>" for c in self.checks
+        )
+        return f"<table><caption>certificate of {self.kind}: {'valid' if self.valid else 'not given'}</caption>{rows}</table>"
+
+
+def certify(
+    a: RouteTrace, b: RouteTrace, kind: ComparisonKind, *, asserting: Collection[str] = (), tokens: int = 8192
+) -> Certificate:
+    """What two records prove about each other.
+
+    Args:
+        a, b: for a mismatch the rollout's and the trainer's routes; for a drift before and after.
+        kind: `mismatch` or `drift`.
+        asserting: checks among `tokens`, `numbering`, `weights`, `engines` that the caller vouches for; used only where the records leave
+            them unproven, never against what they say.
+        tokens: of this many, evenly spread, the numbering is inferred.
+
+    Returns:
+        A Certificate; see `valid` and `require()`.
+
+    Raises:
+        TraceError: on an unknown kind or check.
+    """
+    if kind not in get_args(ComparisonKind):
+        raise TraceError(f"kind: expected one of {', '.join(get_args(ComparisonKind))}, found {kind!r}")
+    unknown = set(asserting) - {"tokens", "numbering", "weights", "engines"}
+    if unknown:
+        raise TraceError(f"asserting: expected some of tokens, numbering, weights, engines, found {sorted(unknown)}")
+    checks = [_tokens(a, b), _layers(a, b)]
+    numbering: tuple[Numbering, ...] = ()
+    same_sizes = np.array_equal(a.lengths, b.lengths)
+    if checks[1].state == "proven" and same_sizes:
+        numbering = infer_numbering(a, b, tokens)
+        checks.append(_numbering(numbering, a.header.top_k / a.header.num_experts))
+    else:
+        checks.append(Check("numbering", "failed", "cannot be looked at: other layers or lengths"))
+    checks += [_weights(a, b, kind), _engines(a, b, kind)]
+    vouched = tuple(
+        Check(c.name, "asserted", f"by the caller; the records: {c.seen}")
+        if c.state == "unproven" and c.name in asserting
+        else c
+        for c in checks
+    )
+    return Certificate(kind, vouched, numbering)
+
+
+def _tokens(a: RouteTrace, b: RouteTrace) -> Check:
+    if not np.array_equal(a.lengths, b.lengths):
+        if sorted(a.lengths.tolist()) == sorted(b.lengths.tolist()):
+            return Check("tokens", "failed", "the same lengths in another order; align(a, b) first")
+        return Check(
+            "tokens",
+            "failed",
+            f"{a.num_sequences} sequences of {a.num_tokens} tokens against {b.num_sequences} of {b.num_tokens}",
+        )
+    if a.token_digest is None or b.token_digest is None:
+        return Check("tokens", "unproven", "equal lengths, but a side carries no token ids")
+    if a.token_digest != b.token_digest:
+        assert a.token_ids is not None
+        assert b.token_ids is not None
+        first = int(np.flatnonzero(a.token_ids != b.token_ids)[0])
+        return Check(
+            "tokens",
+            "failed",
+            f"equal lengths, other ids from {a.place_of(first)}: {a.token_ids[first]} against {b.token_ids[first]}",
+        )
+    return Check("tokens", "proven", f"digest {a.token_digest[:12]} of {a.num_tokens} tokens on both sides")
+
+
+def _layers(a: RouteTrace, b: RouteTrace) -> Check:
+    left, right = a.header, b.header
+    for name, x, y in (
+        ("MoE layers", listed(left.moe_layers), listed(right.moe_layers)),
+        ("experts", left.num_experts, right.num_experts),
+        ("top-k", left.top_k, right.top_k),
+    ):
+        if x != y:
+            return Check("layers", "failed", f"{name}: {x} against {y}")
+    return Check("layers", "proven", f"layers {listed(left.moe_layers)}, top-{left.top_k} of {left.num_experts}")
+
+
+def co_assignment(ids_a: np.ndarray, ids_b: np.ndarray, num_experts: int) -> np.ndarray:
+    """C[e, f] = number of cells in which A chose e and B chose f: `[n, K]` twice to `[E, E]` int64; sums to n·K²."""
+    pairs = ids_a.astype(np.int64)[:, :, None] * num_experts + ids_b.astype(np.int64)[:, None, :]
+    return np.bincount(pairs.ravel(), minlength=num_experts**2).reshape(num_experts, num_experts)
+
+
+def infer_numbering(a: RouteTrace, b: RouteTrace, tokens: int = 8192) -> tuple[Numbering, ...]:
+    """Match the experts of B to those of A, layer by layer, on evenly spread tokens recorded on both sides."""
+    rows = np.unique(np.linspace(0, max(a.num_tokens - 1, 0), min(tokens, a.num_tokens)).astype(np.int64))
+    ids_a, ids_b, known = a.experts[rows], b.experts[rows], a.recorded[rows] & b.recorded[rows]
+    experts, k = a.header.num_experts, a.header.top_k
+    out = []
+    for position, layer in enumerate(a.header.moe_layers):
+        here = known[:, position]
+        cells = int(here.sum())
+        both = co_assignment(ids_a[here, position], ids_b[here, position], experts)
+        _, mapping = linear_sum_assignment(both, maximize=True)
+        if both[np.arange(experts), mapping].sum() == np.trace(both):
+            mapping = np.arange(experts)  # of equally good ones, the identity
+        own = both[np.arange(experts), mapping]
+        swap = own[:, None] + own[None, :] - both[:, mapping] - both[:, mapping].T
+        np.fill_diagonal(swap, 1)
+        unsure = tuple(int(e) for e in np.flatnonzero((swap <= 0).any(1) | (own == 0)))
+        total = max(1, cells * k)
+        out.append(Numbering(layer, mapping, unsure, float(np.trace(both) / total), float(own.sum() / total), cells))
+    return tuple(out)
+
+
+def _numbering(layers: tuple[Numbering, ...], chance: float) -> Check:
+    known = [n for n in layers if n.cells]
+    if not known:
+        return Check("numbering", "unproven", "no cell is recorded on both sides")
+    moved = [n for n in known if n.moved and n.matched - n.overlap > 0.05]
+    related = chance + 0.5 * (1 - chance)
+    ambiguous = sum(len(n.ambiguous) for n in known)
+    told = (
+        f"; {ambiguous} of {sum(len(n.mapping) for n in known)} experts cannot be told apart (unused, or always together)"
+        if ambiguous
+        else ""
+    )
+    relabelled = [n for n in moved if n.matched >= related]
+    if relabelled:
+        n = relabelled[0]
+        pairs = ", ".join(f"{e} is {int(n.mapping[e])}" for e in n.moved[:4])
+        return Check(
+            "numbering", "failed",
+            f"layers {listed(x.layer for x in relabelled)} agree under another numbering ({n.matched:.2f} against {n.overlap:.2f} in layer "
+            f"{n.layer}: {pairs}){told}",
+        )  # fmt: skip
+    loose = [n for n in known if n.overlap < related]
+    if loose:
+        return Check(
+            "numbering", "unproven",
+            f"layers {listed(n.layer for n in loose)} have too little in common to tell (overlap {loose[0].overlap:.2f} in layer "
+            f"{loose[0].layer}, chance {chance:.2f}){told}",
+        )  # fmt: skip
+    empty = len(layers) - len(known)
+    rest = f"; {empty} layers hold nothing on a side" if empty else ""
+    return Check(
+        "numbering",
+        "proven",
+        f"the identity matches best in every layer (overlap {min(n.overlap for n in known):.3f} or more){told}{rest}",
+    )
+
+
+def _weights(a: RouteTrace, b: RouteTrace, kind: ComparisonKind) -> Check:
+    left, right = a.policy_version, b.policy_version
+    if left is None or right is None:
+        return Check("weights", "unproven", "a side carries no weight versions")
+    if left.shape != right.shape:
+        return Check("weights", "failed", "cannot be looked at: other lengths")
+    equal = left == right
+    if kind == "mismatch" and not equal.all():
+        return Check(
+            "weights",
+            "failed",
+            f"{int((~equal).sum())} of {len(equal)} tokens were routed under other versions: this is drift",
+        )
+    if kind == "drift" and equal.any():
+        return Check(
+            "weights",
+            "failed",
+            f"{int(equal.sum())} of {len(equal)} tokens were routed under the same version: no drift there",
+        )
+    versions = f"{listed(np.unique(left).tolist())} and {listed(np.unique(right).tolist())}"
+    return Check(
+        "weights", "proven", f"versions {versions}, {'equal' if kind == 'mismatch' else 'different'} at every token"
+    )
+
+
+def _engines(a: RouteTrace, b: RouteTrace, kind: ComparisonKind) -> Check:
+    left, right = a.header.producer, b.header.producer
+    if kind == "drift" and left != right:
+        return Check(
+            "engines",
+            "failed",
+            f"{left} against {right}: a drift is measured within one engine, or the mismatch counts too",
+        )
+    alike = " (one engine: this is its noise floor)" if left == right else ""
+    return Check("engines", "proven", f"{left} and {right}{alike if kind == 'mismatch' else ''}")
+
+
+def align(a: RouteTrace, b: RouteTrace) -> RouteTrace:
+    """The sequences of B in the order of A, found by their token ids. Equal sequences are taken in their order.
+
+    Raises:
+        TraceError: if a side has no token ids, or a sequence of A is not in B.
+    """
+    if a.token_ids is None or b.token_ids is None:
+        raise TraceError("align: both records need token ids")
+    places: dict[bytes, list[int]] = {}
+    for i in range(b.num_sequences):
+        places.setdefault(_sequence(b, i), []).append(i)
+    order = []
+    for i in range(a.num_sequences):
+        found = places.get(_sequence(a, i))
+        if not found:
+            raise TraceError(f"align: sequence {i} of the first record is not in the second (or less often)")
+        order.append(found.pop(0))
+    return b.select(order)
+
+
+def _sequence(trace: RouteTrace, i: int) -> bytes:
+    assert trace.token_ids is not None
+    return np.ascontiguousarray(trace.token_ids[trace.offsets[i] : trace.offsets[i + 1]], dtype="<i8").tobytes()
