@@ -13,6 +13,10 @@ class TraceError(RarError, ValueError):
     """A route trace that does not hold together, or does not fit the batch or model that it is used with."""
 
 
+class UndecidedError(TraceError):
+    """A file that can be read in more than one way, or not without something that only the caller knows."""
+
+
 class ReplayError(RarError, RuntimeError):
     """Replay that is not live, or whose record does not fit the router that it meets."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rar_lib.errors import TraceError
+from rar_lib.errors import TraceError, UndecidedError
 from rar_lib.traces.blocks import token_blocks
 from rar_lib.traces.layers import ModelShape
 from rar_lib.traces.scan import are_probabilities, scan
@@ -27,7 +27,7 @@ from rar_lib.traces.trace import RouteTrace, Status
 from rar_lib.traces.verdicts import Report, Verdict, listed, verdict
 from rar_lib.traces.wire import OWN, detect, read_content
 from rar_lib.traces.wire.content import Content
-from rar_lib.traces.wire.convert import Placed, place, positions
+from rar_lib.traces.wire.convert import POSITIVE, Placed, place, positions
 from rar_lib.traces.wire.dump import Dump, ReadOptions
 
 
@@ -66,7 +66,8 @@ def examine(
             return _trace_report(str(source), RouteTrace.load(source), shape)
         dump = read_content(content, found)
     except TraceError as error:
-        return Report(str(source), {}, (verdict("UNREADABLE", str(source), str(error)),))
+        code = "UNDECIDED" if isinstance(error, UndecidedError) else "UNREADABLE"
+        return Report(str(source), {}, (verdict(code, str(source), str(error)),))
     return _dump_report(dump, shape, layers)
 
 
@@ -156,7 +157,7 @@ def _members(trace: RouteTrace) -> list[tuple[str, np.ndarray, np.ndarray, np.nd
 
 
 def _dump_report(dump: Dump, shape: ModelShape | None, payload_layers: tuple[int, ...] | None) -> Report:
-    found = list(dump.notes)
+    found = [*dump.notes, *_logprobs(dump)]
     facts = dump.facts()
     routed = dump.with_routes()
     if not routed:
@@ -251,6 +252,24 @@ def _layers(
         return shape.moe_layers, positions(dump, length, shape, payload_layers)
     except TraceError as error:
         return shape.moe_layers, verdict("LAYERS_MISMATCH", "layer axis", str(error).removeprefix("layer axis: "))
+
+
+def _logprobs(dump: Dump) -> list[Verdict]:
+    """Log-probs of sampled tokens that no policy can have given."""
+    out = []
+    for source in sorted({name for sample in dump.samples for name in sample.logprobs}):
+        wild = []
+        for i, sample in enumerate(dump.samples):
+            if source in sample.logprobs:
+                values = sample.logprobs[source]
+                values = values if sample.response_mask is None else values[sample.response_mask]
+                bad = values[(values > POSITIVE) | np.isinf(values)]
+                wild += [(i, float(value)) for value in bad[:1]]
+        if wild:
+            samples = tuple(i for i, _ in wild)
+            seen = f"{source}: {len(wild)} samples, first {dump.samples[samples[0]].name}: {wild[0][1]:.6g}"
+            out.append(verdict("LOGPROBS_IMPOSSIBLE", f"samples {listed(samples)}", seen, samples=samples))
+    return out
 
 
 def _logprob_facts(dump: Dump) -> dict[str, Any]:

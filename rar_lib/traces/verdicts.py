@@ -151,6 +151,11 @@ KINDS: dict[str, Kind] = {
         "the dump carries no token ids, so nothing proves that two records speak of the same tokens",
         "dump the token ids beside the routes",
     ),
+    "LOGPROBS_IMPOSSIBLE": Kind(
+        "error",
+        "a log-prob above 0 or infinite: probabilities in place of their logarithms, or bytes that are something else",
+        "check which field was dumped; no mismatch is computed from it",
+    ),
     "SCORES_ARE_PROBABILITIES": Kind(
         "warning",
         "the field says logits, the rows sum to 1: a softmax was taken already",
@@ -177,6 +182,11 @@ KINDS: dict[str, Kind] = {
     ),
     "TRACE_CONTRADICTS_ITSELF": Kind("error", "states, offsets or arrays do not fit each other", "write the trace again"),
     "UNREADABLE": Kind("error", "the file is truncated, corrupt, or of another format", "see the message"),
+    "UNDECIDED": Kind(
+        "error",
+        "the file can be read in more than one way, or not without something that it does not say",
+        "give what the message names",
+    ),
     # ---- two records side by side
     "NOT_COMPARABLE": Kind("error", "no certificate: the two records are not proven to be comparable", "see the checks"),
 }  # fmt: skip

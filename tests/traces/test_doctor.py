@@ -558,3 +558,14 @@ def test_the_reader_names_what_it_found(tmp_path: Path) -> None:
     found = read_dump(writers.write_verl(batch(), tmp_path / "tq_batch.pt"), model=MODEL)
     assert (found.format, found.samples[0].prompt) == ("verl", 6)
     assert found.samples[0].logprobs["rollout"].shape == (14,)
+
+
+def test_probabilities_in_place_of_log_probs() -> None:
+    found = dump(batch(), logprobs={})
+    first = found.samples[0]
+    wild = replace(first, logprobs={"rollout": np.full(first.tokens, 0.5)})
+    report = examine(replace(found, samples=(wild, *found.samples[1:])), model=MODEL)
+    assert report.codes == ("LOGPROBS_IMPOSSIBLE",)
+    assert "samples[0]: 0.5" in of(report, "LOGPROBS_IMPOSSIBLE").seen
+    with pytest.raises(TraceError, match=r"LOGPROBS_IMPOSSIBLE: samples\[0\]: a log-prob of 0.5"):
+        to_trace(replace(found, samples=(wild,)), MODEL)

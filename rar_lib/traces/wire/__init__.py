@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rar_lib.errors import TraceError
+from rar_lib.errors import TraceError, UndecidedError
 from rar_lib.traces.layers import ModelShape
 from rar_lib.traces.trace import RouteTrace
 from rar_lib.traces.wire import (
@@ -64,7 +64,7 @@ def detect(content: Content) -> str:
         return next(iter(claims))
     if claims:
         told = "; ".join(f"{name} ({why})" for name, why in claims.items())
-        raise TraceError(f"{content.path}: {len(claims)} readings are possible: {told}; say which with format=")
+        raise UndecidedError(f"{content.path}: {len(claims)} readings are possible: {told}; say which with format=")
     raise TraceError(
         f"{content.path}: a {content.kind} file that no reader recognises; known are {', '.join((OWN, *READERS))} (format=)"
     )
@@ -94,7 +94,7 @@ def read_content(content: Content, name: str) -> Dump:
         dump = reader.read(content)
     except TraceError as error:
         told = str(error)
-        raise (error if told.startswith(str(content.path)) else TraceError(f"{content.path}: {told}")) from None
+        raise (error if told.startswith(str(content.path)) else type(error)(f"{content.path}: {told}")) from None
     except (
         KeyError,
         IndexError,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rar_lib.errors import TraceError
+from rar_lib.errors import TraceError, UndecidedError
 from rar_lib.traces.layers import ModelShape
 from rar_lib.traces.scan import Cells, scan
 from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
@@ -30,7 +30,7 @@ def shape_of(dump: Dump, model: ModelShape | None, payload_layers: tuple[int, ..
     layers = payload_layers or dump.payload_layers
     if dump.num_experts is not None and dump.top_k is not None and layers is not None:
         return ModelShape(dump.num_experts, dump.top_k, tuple(sorted(layers)), model_id=dump.model_id)
-    raise TraceError(
+    raise UndecidedError(
         f"{dump.path}: {dump.format} does not say how many experts a layer has and which layers are MoE layers; give the model's "
         f"config.json (model=, --model)"
     )
@@ -60,6 +60,9 @@ def positions(
             f"by number (payload_layers)"
         )
     return model.axis(length)
+
+
+POSITIVE = 1e-3  # rounding may lift the log-prob of a certain token above 0, and not further
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +207,14 @@ def _beside(dump: Dump) -> dict[str, np.ndarray]:
     if all(s.versions is not None for s in samples):
         out["policy_version"] = np.concatenate([s.versions for s in samples if s.versions is not None])
     if all("rollout" in s.logprobs for s in samples):
-        out["logprobs"] = np.concatenate([s.logprobs["rollout"] for s in samples]).astype(np.float32)
+        values = np.concatenate([s.logprobs["rollout"] for s in samples])
+        wild = np.flatnonzero((values > POSITIVE) | np.isinf(values) | (values < np.finfo(np.float32).min))
+        if wild.size:
+            sample = int(np.searchsorted(np.cumsum([s.tokens for s in samples]), wild[0], side="right"))
+            raise TraceError(
+                f"{dump.path}: LOGPROBS_IMPOSSIBLE: {samples[sample].name}: a log-prob of {values[wild[0]]:.6g}"
+            )
+        out["logprobs"] = values.astype(np.float32)
     return out
 
 

@@ -18,7 +18,9 @@ import json
 import math
 import pickle
 import struct
+import tokenize
 import types
+import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -28,7 +30,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from rar_lib.errors import TraceError
+from rar_lib.errors import TraceError, UndecidedError
 
 # ---------------------------------------------------------------- text
 
@@ -112,8 +114,21 @@ def parse_npy(where: str, data: bytes) -> np.ndarray:
     try:
         version = np.lib.format.read_magic(stream)
         reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        shape, fortran, dtype = reader(stream)
-    except (ValueError, KeyError, EOFError, SyntaxError, TypeError, struct.error, RecursionError, MemoryError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a header that numpy only reads after repairing it
+            shape, fortran, dtype = reader(stream)
+    except (
+        Warning,
+        tokenize.TokenError,
+        ValueError,
+        KeyError,
+        EOFError,
+        SyntaxError,
+        TypeError,
+        struct.error,
+        RecursionError,
+        MemoryError,
+    ) as error:
         raise TraceError(f"{where}: expected a .npy stream: {error}") from None
     if dtype.kind not in "iuf":
         raise TraceError(f"{where}: expected numbers in the .npy stream, found {dtype}")
@@ -337,7 +352,7 @@ def load_pickle(where: str, data: bytes, allow_pickle: bool) -> Any:
         TraceError: without `allow_pickle`, or if the pickle is broken.
     """
     if not allow_pickle:
-        raise TraceError(
+        raise UndecidedError(
             f"{where}: this is a Python pickle, a format that can carry code; read it with allow_pickle=True (--allow-pickle). "
             f"Its classes are not imported even then: plain values, arrays and tensors are taken, the rest stays inert"
         )
@@ -414,7 +429,7 @@ def load_torch(where: str, source: Path | bytes, allow_pickle: bool = False) -> 
             return torch.load(opened, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         if not allow_pickle:
-            raise TraceError(
+            raise UndecidedError(
                 f"{where}: weights-only loading refused it: {_names(source) or _short(error)}; read it with "
                 f"allow_pickle=True (--allow-pickle): foreign classes then stay inert records, none is imported"
             ) from None

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rar_lib.errors import TraceError
+from rar_lib.errors import TraceError, UndecidedError
 from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump, Sample, field_of, integers
 from rar_lib.traces.wire.files import plain
@@ -134,7 +134,7 @@ def claims_tracer(content: Content) -> str | None:
 def read_tracer(content: Content) -> Dump:
     batch = content.options.batch_size
     if batch is None:
-        raise TraceError(
+        raise UndecidedError(
             f"{content.path}: the tracer's rows interleave the sequences of a micro-batch, and it does not say how many there are; "
             f"give batch_size (--batch-size)"
         )

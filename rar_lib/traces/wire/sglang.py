@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rar_lib.errors import TraceError
+from rar_lib.errors import TraceError, UndecidedError
 from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump, Sample, field_of, numbers
 from rar_lib.traces.wire.files import as_array, decode_base64
@@ -108,7 +108,7 @@ def _routes(
     model = content.options.model
     layers = len(content.options.payload_layers or ()) or (model.num_layers if model else None)
     if model is None or layers is None:
-        raise TraceError(
+        raise UndecidedError(
             f"{where}: SGLang sends routes without a shape; give the model's config (--model), which says layers and experts per "
             f"token"
         )
