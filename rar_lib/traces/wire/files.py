@@ -397,15 +397,7 @@ def check_zip(where: str, stream: Any, size: int) -> bytes:
             return archive.read(content[0])
     except TraceError:
         raise
-    except (
-        zipfile.BadZipFile,
-        OSError,
-        ValueError,
-        struct.error,
-        NotImplementedError,
-        UnicodeDecodeError,
-        RuntimeError,
-    ) as error:
+    except BROKEN as error:
         raise TraceError(f"{where}: expected a torch file (a zip archive): {error}") from None
 
 
