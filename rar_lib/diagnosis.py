@@ -281,7 +281,7 @@ def suggest(
     rule = f" (small margins tell flips with an AUC of {auc:.2f})" if auc is not None else ""
     return Suggestion(
         {"mode": "R3", "policy": "disagree", "unit": "token_layer", "budget": f"{budget:g}"},
-        f"{told}{rule}. Forcing more than these changes nothing in the old pass: a budget of {budget:g} covers them with a quarter to spare. "
+        f"{told}{rule}. Forcing more than these changes nothing in the old pass: a budget of {budget:g} covers them with some to spare. "
         f"`swap` at the same budget needs no second look at the rollout's routes but a backward pass; compare both with full R3 after "
         f"updates, where new flips appear.{gap}",
     )

@@ -46,10 +46,11 @@ def extreme_tokens(
     first, second = np.asarray(a.logprobs, np.float64), np.asarray(b.logprobs, np.float64)
     known = np.isfinite(first) & np.isfinite(second)
     known = known if mask is None else known & mask
-    delta = np.where(known, second - first, 0.0)
-    order = np.argsort(-np.abs(delta), kind="stable")
+    delta = second - first
+    order = np.flatnonzero(known)
+    order = order[np.argsort(-np.abs(delta[order]), kind="stable")]
     rows = []
-    for token in (int(t) for t in order[: min(top, int(known.sum()))]):
+    for token in (int(t) for t in order[:top]):
         sequence = int(np.searchsorted(a.offsets, token, side="right")) - 1
         position = token - int(a.offsets[sequence])
         told = position > 0 and bool(result.full_rows[token - 1])

@@ -35,6 +35,12 @@ class Item:
     logprobs: np.ndarray
     version: int = 3
     text: str = ""
+    old: np.ndarray | None = None
+
+    @property
+    def trained(self) -> np.ndarray:
+        """The trainer's log-probs of the response."""
+        return self.logprobs - np.float32(0.01) if self.old is None else self.old
 
     @property
     def ids(self) -> list[int]:
@@ -294,14 +300,14 @@ def write_nemo_strings(batch: Batch, path: Path) -> Path:
     return path
 
 
-def write_nemo_log(batch: Batch, path: Path, old_shift: float = 0.01) -> Path:
-    """train_data JSON lines: batches of one, padded to the longest; the trainer's log-probs are the rollout's plus a shift."""
+def write_nemo_log(batch: Batch, path: Path) -> Path:
+    """train_data JSON lines: batches of one, padded to the longest."""
     width = max(len(i.ids) for i in batch.items)
     records = []
     for n, item in enumerate(batch.items):
         pad = [0] * (width - len(item.ids))
         mu = [0.0] * len(item.prompt) + [float(x) for x in item.logprobs]
-        old = [0.0] * len(item.prompt) + [float(x) + old_shift for x in item.logprobs]
+        old = [0.0] * len(item.prompt) + [float(x) for x in item.trained]
         mask = [0] * len(item.prompt) + [1] * len(item.answer)
         records.append({
             "content": [item.text], "rewards": [1.0], "input_lengths": [len(item.ids)], "token_ids": [[*item.ids, *pad]],
@@ -345,10 +351,10 @@ def write_slime_020(batch: Batch, path: Path) -> Path:
     return path
 
 
-def write_slime_train(batch: Batch, path: Path, old_shift: float = 0.01) -> Path:
+def write_slime_train(batch: Batch, path: Path) -> Path:
     samples = [
         {"tokens": torch.tensor(i.ids), "response_lengths": len(i.answer), "loss_masks": torch.ones(len(i.answer), dtype=torch.int64),
-         "rollout_log_probs": torch.from_numpy(i.logprobs), "log_probs": torch.from_numpy(i.logprobs) + old_shift, "rollout_position": n}
+         "rollout_log_probs": torch.from_numpy(i.logprobs), "log_probs": torch.from_numpy(i.trained), "rollout_position": n}
         for n, i in enumerate(batch.items)
     ]  # fmt: skip
     torch.save({"format_version": 2, "rollout_id": 0, "rank": 0, "samples": samples, "dp_shards": 1}, path)
@@ -672,11 +678,11 @@ def write_prime(batch: Batch, path: Path) -> Path:
     return path
 
 
-def write_prime_export(batch: Batch, path: Path, old_shift: float = 0.01) -> Path:
+def write_prime_export(batch: Batch, path: Path) -> Path:
     return jsonl(path, [
         {"schema_version": 1, "token_ids": i.ids, "loss_mask": [False] * len(i.prompt) + [True] * len(i.answer),
          "inference_logprobs": [0.0] * len(i.prompt) + [float(x) for x in i.logprobs],
-         "trainer_logprobs": [0.0] * len(i.prompt) + [float(x) + old_shift for x in i.logprobs]}
+         "trainer_logprobs": [0.0] * len(i.prompt) + [float(x) for x in i.trained]}
         for i in batch.items
     ])  # fmt: skip
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import importlib
 import io
 import json
@@ -417,7 +418,7 @@ def load_torch(where: str, source: Path | bytes, allow_pickle: bool = False) -> 
     stands_in += [(inert(name), name) for name in TENSORDICT]
     stands_in += [(PickledArray, "rar_lib.PickledArray")]
     try:
-        with torch.serialization.safe_globals([*stands_in, *_dtype_classes()]):
+        with _only_stand_ins([*stands_in, *_dtype_classes()]):
             return torch.load(opened, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         if not allow_pickle:
@@ -433,6 +434,29 @@ def load_torch(where: str, source: Path | bytes, allow_pickle: bool = False) -> 
         return torch.load(opened, map_location="cpu", weights_only=False, pickle_module=INERT_PICKLE, mmap=mapped)
     except BROKEN as error:
         raise TraceError(f"{where}: broken torch file: {_short(error)}") from None
+
+
+@contextlib.contextmanager
+def _only_stand_ins(entries: list[Any]) -> Iterator[None]:
+    """Weights-only loading with these names. Where numpy's or tensordict's real ones were registered in this process (tensordict does so
+    when it is imported), they are set aside meanwhile; torch's own stay."""
+    before = torch.serialization.get_safe_globals()
+    kept = [entry for entry in before if not _name_of(entry).startswith(("numpy", "tensordict", "builtins"))]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([*kept, *entries])
+    try:
+        yield
+    finally:
+        found = (
+            torch.serialization.get_safe_globals()
+        )  # torch registers some of its own when they are imported while loading
+        fresh = [entry for entry in found if entry not in entries and entry not in before]
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals([*before, *fresh])
+
+
+def _name_of(entry: Any) -> str:
+    return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
 def _dtype_classes() -> list[type]:
