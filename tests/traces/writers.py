@@ -419,7 +419,7 @@ class Consolidated:
         for name, value in self.fields.items():
             raw = value.contiguous().view(-1).view(torch.uint8) if value.numel() else torch.zeros(0, dtype=torch.uint8)
             pad = -len(raw) % 8
-            leaves[name] = (str(value.dtype), list(value.shape), at, at + len(raw), pad)
+            leaves[name] = (str(value.dtype), list(value.shape), at, at + len(raw) + pad, pad)
             parts += [raw, torch.zeros(pad, dtype=torch.uint8)]
             at += len(raw) + pad
         cls_metadata = {"device": None, "names": [None], "batch_size": [self.size], "is_locked": False}

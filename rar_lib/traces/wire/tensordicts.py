@@ -83,9 +83,10 @@ def _consolidated(where: str, metadata: Mapping[str, Any], storage: Any) -> dict
         sizes_ok = all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
         if not isinstance(dtype, torch.dtype) or not sizes_ok or stop > len(raw):
             raise TraceError(f"{where}: {name}: bytes {start} to {stop} of {kind} lie outside the {len(raw)} stored")
-        if math.prod(shape) * dtype.itemsize != stop - start:
+        size = math.prod(shape) * dtype.itemsize
+        if not size <= stop - start < size + 8:  # the range ends with padding to eight bytes
             raise TraceError(f"{where}: {name}: shape {list(shape)} of {kind} does not fit bytes {start} to {stop}")
-        piece = torch.from_numpy(np.frombuffer(raw[start:stop].tobytes(), np.uint8).copy())
+        piece = torch.from_numpy(np.frombuffer(raw[start : start + size].tobytes(), np.uint8).copy())
         flat[str(name)] = tensor_array(
             (piece.view(dtype) if piece.numel() else torch.empty(0, dtype=dtype)).reshape(shape)
         )
