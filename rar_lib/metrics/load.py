@@ -153,9 +153,14 @@ def router_shift_ratio(r_old: np.ndarray, r_new: np.ndarray, ids_old: np.ndarray
         `[N]` float64 in (0, 1], 1 only where every activated expert kept its probability.
 
     Raises:
-        TraceError: where an activated expert has no probability: its logarithm is not a number.
+        TraceError: where an activated expert has no probability (its logarithm is not a number), or a cell holds no route.
     """
     ids = np.asarray(ids_old, np.int64)
+    if (ids < 0).any():
+        token, layer = np.argwhere((ids < 0).any(-1))[0]
+        raise TraceError(
+            f"ids: token {token}, layer axis {layer}: expected recorded experts, found {ids[token, layer].tolist()}"
+        )
     old, new = (np.take_along_axis(np.asarray(r, np.float64), ids, -1) for r in (r_old, r_new))
     if not ((old > 0) & (new > 0)).all():
         token, layer = np.argwhere(~((old > 0) & (new > 0)).all(-1))[0]

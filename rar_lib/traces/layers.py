@@ -32,12 +32,13 @@ def moe_layer_numbers(config: Any) -> tuple[int, ...]:
     Args:
         config: a Transformers config, or the mapping of a `config.json`.
 
-    Rules, first that applies: `mlp_layer_types` ("sparse"; GLM4-MoE-Lite), `first_k_dense_replace` (DeepSeek, GLM4-MoE),
-    `moe_layer_start_index/end_index/interval` (Ernie 4.5), `mlp_only_layers` and `decoder_sparse_step` (Qwen), else
-    every layer (Mixtral, OLMoE, GPT-OSS, Granite, MiniMax).
+    Rules, first that applies: `mlp_layer_types` ("sparse"; GLM4-MoE-Lite), a list `moe_layer_freq`, `first_k_dense_replace`
+    (DeepSeek, GLM4-MoE) or `num_dense_layers` (AFMoE, LFM2), `moe_layer_start_index/end_index/interval` (Ernie 4.5),
+    `expert_layer_period/offset` (Jamba), `moe_layers` or `interleave_moe_layer_step` (Llama 4), `mlp_only_layers` and
+    `decoder_sparse_step` (Qwen), else every layer (Mixtral, OLMoE, GPT-OSS, Granite, MiniMax).
 
     Raises:
-        TraceError: if the number of layers is not in the config.
+        TraceError: if the number of layers is not in the config, or its rule for MoE layers is not one of these.
     """
 
     def get(name: str, default: Any = None) -> Any:
@@ -48,16 +49,40 @@ def moe_layer_numbers(config: Any) -> tuple[int, ...]:
     if total is None:
         raise TraceError("config: expected `num_hidden_layers`, not found")
     layers = range(total)
-    if get("mlp_layer_types"):
-        return tuple(i for i in layers if get("mlp_layer_types")[i] == "sparse")
-    if get("first_k_dense_replace") is not None:
-        step = get("moe_layer_freq", 1)
-        return tuple(i for i in layers if i >= get("first_k_dense_replace") and i % step == 0)
+    kinds = get("mlp_layer_types")
+    if kinds:
+        strange = sorted(set(kinds) - {"dense", "sparse", "moe"})
+        if strange or len(kinds) != total:
+            raise TraceError(
+                f"config: mlp_layer_types: expected {total} of dense, sparse or moe, found {len(kinds)} with {strange}"
+            )
+        return tuple(i for i in layers if kinds[i] != "dense")
+    unknown = [
+        key for key in ("hybrid_override_pattern", "layers_block_type", "moe_layers_enum") if get(key) is not None
+    ]
+    if unknown:
+        raise TraceError(
+            f"config: which layers are MoE layers lies in {unknown[0]}, which is not read; name them (payload_layers)"
+        )
+    frequency = get("moe_layer_freq", 1)
+    if isinstance(frequency, Sequence):
+        if len(frequency) != total:
+            raise TraceError(f"config: moe_layer_freq: expected {total} values, found {len(frequency)}")
+        return tuple(i for i in layers if frequency[i])
+    for key in ("first_k_dense_replace", "num_dense_layers"):
+        if get(key) is not None:
+            return tuple(i for i in layers if i >= get(key) and i % frequency == 0)
     if get("moe_layer_start_index") is not None:
         last = get("moe_layer_end_index", -1)
         last = total - 1 if last == -1 else last
         step = get("moe_layer_interval", 1)
         return tuple(i for i in layers if get("moe_layer_start_index") <= i <= last and (i + 1) % step == 0)
+    if get("expert_layer_period") is not None:
+        return tuple(i for i in layers if i % get("expert_layer_period") == get("expert_layer_offset", 0))
+    if get("moe_layers"):
+        return tuple(sorted(int(i) for i in get("moe_layers")))
+    if get("interleave_moe_layer_step") is not None:
+        return tuple(i for i in layers if (i + 1) % get("interleave_moe_layer_step") == 0)
     dense, step = get("mlp_only_layers", ()), get("decoder_sparse_step", 1)
     return tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
 

@@ -118,7 +118,7 @@ KINDS: dict[str, Kind] = {
     ),
     "ID_OUT_OF_RANGE": Kind(
         "error",
-        "ids of another model, physical ids (redundant experts of a load balancer), or unwritten memory",
+        "ids of another model, physical ids (redundant experts of a load balancer), -1 read as unsigned (255, 65535), or unwritten memory",
         "record logical ids; check that the config belongs to this dump",
     ),
     "DUPLICATE_EXPERTS": Kind(

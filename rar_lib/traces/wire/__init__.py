@@ -101,7 +101,7 @@ def read_content(content: Content, name: str) -> Dump:
         TypeError,
         AttributeError,
         ValueError,
-        OverflowError,
+        ArithmeticError,
         RuntimeError,
         MemoryError,
     ) as error:

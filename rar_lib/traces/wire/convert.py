@@ -117,7 +117,7 @@ def place(
     rows, expected = len(experts), tokens - sample.first
     problem = None
     if experts.shape[2] != top_k:
-        seen = f"{experts.shape[2]} slots, the model chooses {top_k} experts a token"
+        seen = f"{experts.shape[2]} slots, expected {top_k} experts a token"
         problem = verdict("TOPK_MISMATCH", sample.name, seen, samples=(index,))
     elif rows not in (expected, expected - 1) or (rows == 0 and expected > 1):
         seen = (
@@ -207,7 +207,14 @@ def _beside(dump: Dump) -> dict[str, np.ndarray]:
     if all(s.versions is not None for s in samples):
         out["policy_version"] = np.concatenate([s.versions for s in samples if s.versions is not None])
     if all("rollout" in s.logprobs for s in samples):
-        values = np.concatenate([s.logprobs["rollout"] for s in samples])
+        values = np.concatenate(  # producers write 0 on tokens that nobody sampled (tools, padding)
+            [
+                s.logprobs["rollout"]
+                if s.response_mask is None
+                else np.where(s.response_mask, s.logprobs["rollout"], np.nan)
+                for s in samples
+            ]
+        )
         wild = np.flatnonzero((values > POSITIVE) | np.isinf(values) | (values < np.finfo(np.float32).min))
         if wild.size:
             sample = int(np.searchsorted(np.cumsum([s.tokens for s in samples]), wild[0], side="right"))

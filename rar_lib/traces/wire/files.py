@@ -18,6 +18,7 @@ import io
 import json
 import math
 import pickle
+import re
 import struct
 import tokenize
 import types
@@ -181,6 +182,27 @@ def inert(path: str) -> type[Inert]:
     return type(path.rpartition(".")[2], (Inert,), {"path": path})
 
 
+class PickledType:
+    """A numpy type being unpickled: kind, size and byte order, and nothing else of its state.
+
+    numpy's own would take flags from the file, and a forged one makes pointers of the file's bytes.
+    """
+
+    def __init__(self, name: Any = "", *flags: Any) -> None:
+        if not isinstance(name, str) or re.fullmatch(r"[<>|=]?([biufSU]\d{1,9}|O8?|\?)", name) is None:
+            raise pickle.UnpicklingError(f"numpy type: expected numbers, text or objects, found {name!r:.40}")
+        self.plain = np.dtype(name)
+        self.objects = self.plain.kind == "O"
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "|", "="):
+            raise pickle.UnpicklingError("numpy type: expected a state with a byte order")
+        if len(state) > 3 and (state[2] is not None or state[3] is not None):
+            raise pickle.UnpicklingError("numpy type: structured types are not read")
+        if not self.objects:
+            self.plain = self.plain.newbyteorder(state[1])
+
+
 class PickledArray:
     """A numpy array being unpickled, checked before memory is taken for it."""
 
@@ -189,10 +211,15 @@ class PickledArray:
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != 5:
             raise pickle.UnpicklingError("numpy array: expected a state of five parts")
-        _, shape, dtype, fortran, raw = state
-        if not isinstance(dtype, np.dtype) or not isinstance(shape, tuple):
+        _, shape, pickled, fortran, raw = state
+        if (
+            not isinstance(pickled, PickledType)
+            or not isinstance(shape, tuple)
+            or not all(isinstance(n, int) for n in shape)
+        ):
             raise pickle.UnpicklingError("numpy array: expected a shape and a type")
-        if dtype.hasobject:
+        dtype = pickled.plain
+        if pickled.objects:
             if not isinstance(raw, list) or len(raw) != math.prod(shape):
                 raise pickle.UnpicklingError(f"numpy array: shape {shape} of objects does not fit its list")
             self.values = np.empty(len(raw), object)
@@ -211,13 +238,21 @@ def _reconstruct(*args: Any) -> PickledArray:
 
 
 def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
-    return np.frombuffer(buffer, dtype=dtype).reshape(tuple(shape), order="F" if order == "F" else "C")
+    if not isinstance(dtype, PickledType) or dtype.objects:
+        raise pickle.UnpicklingError("numpy buffer: expected a type of numbers or text")
+    return np.frombuffer(buffer, dtype=dtype.plain).reshape(tuple(shape), order="F" if order == "F" else "C")
 
 
 def _scalar(dtype: Any, raw: Any = None) -> Any:
-    if not isinstance(dtype, np.dtype) or dtype.hasobject or not isinstance(raw, bytes) or len(raw) != dtype.itemsize:
+    raw = raw.encode("latin1") if isinstance(raw, str) else raw
+    if (
+        not isinstance(dtype, PickledType)
+        or dtype.objects
+        or not isinstance(raw, bytes)
+        or len(raw) != dtype.plain.itemsize
+    ):
         raise pickle.UnpicklingError("numpy scalar: expected a type and its bytes")
-    return np.frombuffer(raw, dtype)[0]
+    return np.frombuffer(raw, dtype.plain)[0]
 
 
 def _no_bytes(*args: Any) -> bytes:
@@ -264,7 +299,7 @@ NUMPY: dict[str, Callable[..., Any]] = {
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
     **{f"numpy.{core}.numeric._frombuffer": _frombuffer for core in ("core", "_core")},
     "numpy.ndarray": inert("numpy.ndarray"),
-    "numpy.dtype": np.dtype,
+    "numpy.dtype": PickledType,
     "builtins.bytes": _no_bytes,
     "__builtin__.bytes": _no_bytes,
 }
@@ -416,15 +451,18 @@ def load_torch(where: str, source: Path | bytes, allow_pickle: bool = False) -> 
         importlib.import_module("torch._dynamo.decorators")
     stands_in: list[tuple[Callable[..., Any], str]] = [(call, name) for name, call in NUMPY.items()]
     stands_in += [(inert(name), name) for name in TENSORDICT]
-    stands_in += [(PickledArray, "rar_lib.PickledArray")]
+    stands_in += [(PickledArray, "rar_lib.PickledArray"), (PickledType, "rar_lib.PickledType")]
     try:
-        with _only_stand_ins([*stands_in, *_dtype_classes()]):
+        with _only_stand_ins(stands_in):
             return torch.load(opened, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
+        foreign = _names(source)
+        if not foreign:
+            raise TraceError(f"{where}: broken torch file: {_short(error)}") from None
         if not allow_pickle:
             raise UndecidedError(
-                f"{where}: weights-only loading refused it: {_names(source) or _short(error)}; read it with "
-                f"allow_pickle=True (--allow-pickle): foreign classes then stay inert records, none is imported"
+                f"{where}: weights-only loading refused it: {foreign}; read it with allow_pickle=True (--allow-pickle): foreign "
+                f"classes then stay inert records, none is imported"
             ) from None
     except BROKEN as error:
         raise TraceError(f"{where}: broken torch file: {_short(error)}") from None
@@ -459,13 +497,6 @@ def _name_of(entry: Any) -> str:
     return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
-def _dtype_classes() -> list[type]:
-    return [
-        type(np.dtype(name))
-        for name in ("bool", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "O", "U", "S")
-    ]
-
-
 def _names(source: Path | bytes) -> str:
     """The foreign names in a torch file, in words."""
     try:
@@ -474,6 +505,6 @@ def _names(source: Path | bytes) -> str:
         )
     except BROKEN:
         return ""
-    known = {*NUMPY, *TENSORDICT, *(f"{c.__module__}.{c.__name__}" for c in _dtype_classes())}
+    known = {*NUMPY, *TENSORDICT}
     names = sorted(set(found) - known)
     return f"it holds {', '.join(names[:6])}" if names else ""

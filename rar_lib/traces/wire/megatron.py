@@ -138,6 +138,8 @@ def read_tracer(content: Content) -> Dump:
             f"{content.path}: the tracer's rows interleave the sequences of a micro-batch, and it does not say how many there are; "
             f"give batch_size (--batch-size)"
         )
+    if batch < 1:
+        raise TraceError(f"{content.path}: batch_size: expected 1 or more, found {batch}")
     calls: dict[tuple[int, int], list[np.ndarray]] = {}
     for where, record in content.records:
         if record.get("block", "decoder") != "decoder":

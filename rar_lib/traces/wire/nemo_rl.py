@@ -103,11 +103,14 @@ def read_log(content: Content) -> Dump:
                     )
                 parts[key] = values[:tokens]
         mask = parts.get("token_loss_mask")
+        dropped = (
+            "sample_loss_mask" in record and not numbers(f"{where}: sample_loss_mask", record["sample_loss_mask"])[0]
+        )
         ids = (
             integers(f"{where}: token_ids", _one(where, record["token_ids"])[:tokens]) if "token_ids" in parts else None
         )
         inside = np.ones(tokens, bool) if mask is None else mask > 0
-        inside[:1] = False  # nothing predicts the first token
+        inside[: tokens if dropped else 1] = False  # a sample left out of the loss; nothing predicts the first token
         samples.append(
             Sample(
                 where, tokens, token_ids=None if ids is None else ids.astype(np.int64), response_mask=inside,

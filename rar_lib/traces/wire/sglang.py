@@ -136,12 +136,15 @@ def _versions(where: str, meta: Mapping[str, Any], tokens: int, prompt: int | No
     if isinstance(spans, list) and prompt is not None:
         out = np.full(tokens, -1, np.int64)
         for span in spans:
-            if not str(span["version"]).isdigit():
+            version, begins, ends = (
+                field_of(f"{where}: weight_versions", span, key) for key in ("version", "start", "end")
+            )
+            if not str(version).isdigit():
                 return None
-            first, end = prompt + int(span["start"]), prompt + int(span["end"])
+            first, end = prompt + int(begins), prompt + int(ends)
             if not prompt <= first <= end <= tokens:
                 raise TraceError(f"{where}: weight_versions: span {span} lies outside {tokens - prompt} sampled tokens")
-            out[first:end] = int(span["version"])
+            out[first:end] = int(version)
         out[:prompt] = out[prompt] if tokens > prompt else -1
         return out
     return np.full(tokens, int(str(one)), np.int64) if str(one).isdigit() else None

@@ -68,7 +68,15 @@ def read_v1(content: Content) -> Dump:
                 versions=versions,
             )
         )
-    return Dump("verl", "trainer V1, jagged rows, last row zero", str(content.path), tuple(samples), notes=tuple(notes))
+    model = content.options.model
+    depth = {s.experts.shape[1] for s in samples if s.experts is not None}
+    by_trainer = model is not None and depth == {len(model.moe_layers)} and depth != {model.num_layers}
+    layout = "trainer V1, jagged rows, last row zero" + (
+        ", MoE layers: recorded by the trainer (R2)" if by_trainer else ""
+    )
+    return Dump(
+        "verl", layout, str(content.path), tuple(samples), source="old" if by_trainer else "rollout", notes=tuple(notes)
+    )
 
 
 def _fits(where: str, values: np.ndarray, length: int) -> np.ndarray:
