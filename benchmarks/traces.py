@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = {**measure(options.rounds, Path(folder)), "environment": describe_environment()}
+        result = {**measure(options.rounds, Path(folder)), "environment": describe_environment(0)}
     text = json.dumps(result, indent=2)
     print(text)
     if options.out:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,15 +161,24 @@ def diagnose(
     options = ReadOptions(shape, layers, batch_size, allow_pickle)
     source = _open(file, format, options)
     report = examine(file if source is None else source, format, model=shape, payload_layers=layers, name=str(file))
-    numbers = dump_mismatch(source) if isinstance(source, Dump) else {}
+    unfit = any(v.code.startswith("LOGPROBS_") for v in report.verdicts)
+    numbers = dump_mismatch(source) if isinstance(source, Dump) and not unfit else {}
     if against is None or source is None or report.exit_status == 2:
         return Diagnosis(report, numbers, None, suggest(report, None, numbers))
-    other = against if isinstance(against, RouteTrace) else _as_trace(_require(against, options), shape, None)
+    second = against if isinstance(against, RouteTrace) else _require(against, options)
+    beside = examine(
+        second, model=shape, name=str(against) if not isinstance(against, RouteTrace) else "trace in memory"
+    )
+    theirs = tuple(replace(v, where=f"second record, {v.where}") for v in beside.verdicts)
+    report = Report(report.source, report.facts, (*report.verdicts, *theirs))
+    if beside.exit_status == 2:
+        return Diagnosis(report, numbers, None, suggest(report, None, numbers))
+    other = _as_trace(second, shape, None)
     mine = _as_trace(source, shape, layers)
     compared = compare(mine, other, kind, asserting=asserting)
     report = Report(report.source, report.facts, (*report.verdicts, *compared.verdicts))
-    if compared.certificate.valid:
-        numbers = {**numbers, **trace_mismatch(mine, other, source if isinstance(source, Dump) else None)}
+    if compared.certificate.valid and not any(v.code.startswith("LOGPROBS_") for v in report.verdicts):
+        numbers = {**numbers, **trace_mismatch(mine, other)}
     auc = None
     if compared.agreement is not None and other.margins is not None:
         auc = margin_auc(other.margins, compared.agreement.flipped, compared.agreement.known)
@@ -215,13 +224,11 @@ def dump_mismatch(dump: Dump) -> dict[str, float | None]:
     return {}
 
 
-def trace_mismatch(a: RouteTrace, b: RouteTrace, dump: Dump | None = None) -> dict[str, float | None]:
-    """The same for two traces with log-probs, over the tokens that both scored (a dump's response mask narrows them)."""
+def trace_mismatch(a: RouteTrace, b: RouteTrace) -> dict[str, float | None]:
+    """The same for two traces with log-probs, over the tokens that both scored (a rollout scores what it sampled)."""
     if a.logprobs is None or b.logprobs is None or a.header.source != "rollout" or b.header.source == "rollout":
         return {}
     mask = np.isfinite(a.logprobs) & np.isfinite(b.logprobs)
-    if dump is not None and all(s.response_mask is not None for s in dump.samples):
-        mask &= np.concatenate([s.response_mask for s in dump.samples if s.response_mask is not None])
     return mismatch(b.logprobs, a.logprobs, mask, prefix=f"mismatch/rollout_{b.header.source}/")
 
 
@@ -263,8 +270,10 @@ def suggest(
         f", {any_flip:.1%} of the tokens in some layer" if any_flip is not None else ""
     )
     told += f", k3 is {k3:.3g} nats" if k3 is not None else ""
-    missing = report.facts.get("missing", 0)
-    gap = f" {missing} cells have no route and stay native." if missing else ""
+    known = comparison.agreement.known
+    compared, missing = int(known.sum()), int(report.facts.get("missing", 0))
+    gap = f" {compared} of {known.size} cells were compared." if compared < 0.75 * known.size else ""
+    gap += f" {missing} cells have no route and stay native." if missing else ""
     if rate == 0:
         return Suggestion({"enabled": False}, f"no router differs: replay would change nothing.{gap}")
     if comparison.certificate.kind == "drift":

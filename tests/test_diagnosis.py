@@ -114,7 +114,9 @@ def test_suggestions_by_rule(tmp_path: Path) -> None:
     assert (few["mode"], few["policy"], few["unit"]) == ("R3", "disagree", "token_layer")
     assert 0.05 <= float(few["budget"]) <= 0.09
     assert keys_of(against(0.4)) == {"mode": "R3", "policy": "full"}
-    assert keys_of(against(0.05, "drift", producer="slime", source="new")) == {"mode": "R2", "policy": "full"}
+    later = other_side(BATCH, 0.05, producer="slime", source="new")
+    drifted = diagnose(path, model=BATCH.model, against=later, kind="drift", asserting=("weights", "engines"))
+    assert keys_of(drifted) == {"mode": "R2", "policy": "full"}
     alone = diagnose(path, model=BATCH.model)
     assert keys_of(alone) is None
     assert "rar record" in alone.suggestion.reason if alone.suggestion else False

@@ -7,7 +7,8 @@ is `proven` from the records themselves, `asserted` by the caller, `unproven`, o
 
 The numbering is proven by co-assignment: C[e, f] counts the cells in which record A chose e and record B chose f. If both speak of the
 same experts, the assignment of A's to B's experts with the largest total is the identity (Hungarian matching). Where experts are never
-used, or swapping two of them would cost nothing, the matching is ambiguous there, and that is reported.
+used, or swapping two of them would cost nothing, the matching is ambiguous there, and that is reported. Rows must lie beside the same
+tokens: skewed routers agree by half with any shift, so what counts is whether a shift agrees better.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ import pandas as pd
 from scipy.optimize import linear_sum_assignment
 
 from rar_lib.errors import TraceError
+from rar_lib.metrics.agreement import overlap
 from rar_lib.traces.trace import RouteTrace
 from rar_lib.traces.verdicts import listed
 
 ComparisonKind = Literal["mismatch", "drift"]
 State = Literal["proven", "asserted", "unproven", "failed"]
-CHECKS = ("tokens", "layers", "numbering", "weights", "engines")
+ENGINES = ("hf", "megatron", "vllm", "sglang", "tensorrt-llm", "lmdeploy")
+SHIFT_GAIN = 0.5  # share of the disagreement that a shift must take away to be its cause
+SUPPORT = 8  # cells in which an expert must be seen elsewhere, beyond those in which it is itself
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,9 @@ class Numbering:
         ambiguous: experts whose place the record cannot tell (never used, or a swap would cost nothing).
         overlap: mean share of common experts as numbered.
         matched: the same under `mapping`.
+        told: share of the matched routes that go to experts which can be told apart.
+        moved: experts that the matching puts elsewhere on good evidence: seen there in at least `SUPPORT` cells more than in place, and
+            twice as often.
         cells: number of cells looked at.
     """
 
@@ -57,14 +64,9 @@ class Numbering:
     ambiguous: tuple[int, ...]
     overlap: float
     matched: float
+    told: float
+    moved: tuple[int, ...]
     cells: int
-
-    @property
-    def moved(self) -> tuple[int, ...]:
-        """Experts that the matching puts elsewhere, ambiguous ones aside."""
-        return tuple(
-            int(e) for e in np.flatnonzero(self.mapping != np.arange(len(self.mapping))) if e not in self.ambiguous
-        )
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def certify(
     same_sizes = np.array_equal(a.lengths, b.lengths)
     if checks[1].state == "proven" and same_sizes:
         numbering = infer_numbering(a, b, tokens)
-        checks.append(_numbering(numbering, a.header.top_k / a.header.num_experts))
+        checks += [_rows(a, b), _numbering(numbering, a.header.top_k / a.header.num_experts)]
     else:
         checks.append(Check("numbering", "failed", "cannot be looked at: other layers or lengths"))
     checks += [_weights(a, b, kind), _engines(a, b, kind)]
@@ -191,7 +193,14 @@ def _layers(a: RouteTrace, b: RouteTrace) -> Check:
 
 
 def co_assignment(ids_a: np.ndarray, ids_b: np.ndarray, num_experts: int) -> np.ndarray:
-    """C[e, f] = number of cells in which A chose e and B chose f: `[n, K]` twice to `[E, E]` int64; sums to n·K²."""
+    """C[e, f] = number of cells in which A chose e and B chose f: `[n, K]` twice to `[E, E]` int64; sums to n·K².
+
+    Raises:
+        TraceError: on an id of E or more.
+    """
+    top = max(int(ids_a.max(initial=0)), int(ids_b.max(initial=0)))
+    if top >= num_experts:
+        raise TraceError(f"experts: expected ids below {num_experts}, found {top}; examine the records first")
     pairs = ids_a.astype(np.int64)[:, :, None] * num_experts + ids_b.astype(np.int64)[:, None, :]
     return np.bincount(pairs.ravel(), minlength=num_experts**2).reshape(num_experts, num_experts)
 
@@ -212,9 +221,16 @@ def infer_numbering(a: RouteTrace, b: RouteTrace, tokens: int = 8192) -> tuple[N
         own = both[np.arange(experts), mapping]
         swap = own[:, None] + own[None, :] - both[:, mapping] - both[:, mapping].T
         np.fill_diagonal(swap, 1)
-        unsure = tuple(int(e) for e in np.flatnonzero((swap <= 0).any(1) | (own == 0)))
+        unsure = (swap <= 0).any(1) | (own == 0)
+        seen = np.diag(both)
+        elsewhere = ~unsure & (mapping != np.arange(experts)) & (own - seen >= SUPPORT) & (own >= 2 * seen)
         total = max(1, cells * k)
-        out.append(Numbering(layer, mapping, unsure, float(np.trace(both) / total), float(own.sum() / total), cells))
+        out.append(
+            Numbering(
+                layer, mapping, tuple(np.flatnonzero(unsure).tolist()), float(seen.sum() / total), float(own.sum() / total),
+                float(own[~unsure].sum() / max(1, own.sum())), tuple(np.flatnonzero(elsewhere).tolist()), cells,
+            )
+        )  # fmt: skip
     return tuple(out)
 
 
@@ -222,23 +238,22 @@ def _numbering(layers: tuple[Numbering, ...], chance: float) -> Check:
     known = [n for n in layers if n.cells]
     if not known:
         return Check("numbering", "unproven", "no cell is recorded on both sides")
-    moved = [n for n in known if n.moved and n.matched - n.overlap > 0.05]
-    related = chance + 0.5 * (1 - chance)
     ambiguous = sum(len(n.ambiguous) for n in known)
     told = (
         f"; {ambiguous} of {sum(len(n.mapping) for n in known)} experts cannot be told apart (unused, or always together)"
         if ambiguous
         else ""
     )
-    relabelled = [n for n in moved if n.matched >= related]
+    relabelled = [n for n in known if n.moved]
     if relabelled:
-        n = relabelled[0]
+        n = max(relabelled, key=lambda n: n.matched - n.overlap)
         pairs = ", ".join(f"{e} is {int(n.mapping[e])}" for e in n.moved[:4])
         return Check(
             "numbering", "failed",
-            f"layers {listed(x.layer for x in relabelled)} agree under another numbering ({n.matched:.2f} against {n.overlap:.2f} in layer "
-            f"{n.layer}: {pairs}){told}",
+            f"layers {listed(x.layer for x in relabelled)} agree better under another numbering ({n.matched:.3f} against {n.overlap:.3f} in layer "
+            f"{n.layer}: {pairs}{' and more' if len(n.moved) > 4 else ''}){told}",
         )  # fmt: skip
+    related = chance + 0.5 * (1 - chance)
     loose = [n for n in known if n.overlap < related]
     if loose:
         return Check(
@@ -246,17 +261,57 @@ def _numbering(layers: tuple[Numbering, ...], chance: float) -> Check:
             f"layers {listed(n.layer for n in loose)} have too little in common to tell (overlap {loose[0].overlap:.2f} in layer "
             f"{loose[0].layer}, chance {chance:.2f}){told}",
         )  # fmt: skip
+    thin = [n for n in known if n.told < 0.5]
+    if thin:
+        return Check(
+            "numbering", "unproven",
+            f"in layers {listed(n.layer for n in thin)} only {thin[0].told:.0%} of the routes go to experts that can be told apart{told}",
+        )  # fmt: skip
     empty = len(layers) - len(known)
     rest = f"; {empty} layers hold nothing on a side" if empty else ""
     return Check(
         "numbering",
         "proven",
-        f"the identity matches best in every layer (overlap {min(n.overlap for n in known):.3f} or more){told}{rest}",
+        f"no other numbering matches better (overlap {min(n.overlap for n in known):.3f} or more){told}{rest}",
     )
+
+
+def _rows(a: RouteTrace, b: RouteTrace) -> Check:
+    """Do rows lie beside the same tokens? A record that agrees better after a shift does not."""
+    rows = np.arange(min(a.num_tokens, 65536))
+    sequence = np.searchsorted(a.offsets, rows, side="right")
+
+    def share(step: int) -> float | None:
+        other = rows + step
+        inside = (other >= 0) & (other < len(rows))
+        left, right = rows[inside], other[inside]
+        same = sequence[left] == sequence[right]
+        left, right = left[same], right[same]
+        known = a.recorded[left] & b.recorded[right]
+        return (
+            float(overlap(a.experts[left], b.experts[right])[known].mean() / a.header.top_k)
+            if known.sum() >= 16
+            else None
+        )
+
+    here = share(0)
+    if here is None:
+        return Check("rows", "proven", "too few cells are recorded on both sides for a shift to show")
+    for step in (1, -1, 2, -2):
+        there = share(step)
+        if there is not None and there - here > SHIFT_GAIN * (1 - here) and there > here:
+            plural = "s" if abs(step) > 1 else ""
+            return Check(
+                "rows",
+                "failed",
+                f"overlap is {here:.2f} in place and {there:.2f} with the second record moved by {step} row{plural}",
+            )
+    return Check("rows", "proven", f"no shift by a row or two agrees better (overlap {here:.3f} in place)")
 
 
 def _weights(a: RouteTrace, b: RouteTrace, kind: ComparisonKind) -> Check:
     left, right = a.policy_version, b.policy_version
+    names = {header.model_id for header in (a.header, b.header) if header.model_id}
     if left is None or right is None:
         return Check("weights", "unproven", "a side carries no weight versions")
     if left.shape != right.shape:
@@ -274,6 +329,16 @@ def _weights(a: RouteTrace, b: RouteTrace, kind: ComparisonKind) -> Check:
             "failed",
             f"{int(equal.sum())} of {len(equal)} tokens were routed under the same version: no drift there",
         )
+    if left.min(initial=0) < 0 or right.min(initial=0) < 0:
+        return Check("weights", "unproven", "a side does not know the version of some tokens (-1)")
+    if len(names) > 1:
+        return Check(
+            "weights", "unproven", f"equal version numbers, but of models called {' and '.join(sorted(names))}"
+        )
+    if kind == "mismatch" and "new" in (a.header.source, b.header.source):
+        return Check(
+            "weights", "unproven", "equal version numbers, but a side says that it is `new`: routed after updates"
+        )
     versions = f"{listed(np.unique(left).tolist())} and {listed(np.unique(right).tolist())}"
     return Check(
         "weights", "proven", f"versions {versions}, {'equal' if kind == 'mismatch' else 'different'} at every token"
@@ -281,15 +346,25 @@ def _weights(a: RouteTrace, b: RouteTrace, kind: ComparisonKind) -> Check:
 
 
 def _engines(a: RouteTrace, b: RouteTrace, kind: ComparisonKind) -> Check:
-    left, right = a.header.producer, b.header.producer
-    if kind == "drift" and left != right:
+    left, right = (header.producer.removesuffix("-http").removesuffix("-tracer") for header in (a.header, b.header))
+    if kind == "mismatch":
+        return Check(
+            "engines",
+            "proven",
+            f"{left} and {right}{' (one engine: this is its noise floor)' if left == right else ''}",
+        )
+    if left in ENGINES and right in ENGINES and left != right:
         return Check(
             "engines",
             "failed",
             f"{left} against {right}: a drift is measured within one engine, or the mismatch counts too",
         )
-    alike = " (one engine: this is its noise floor)" if left == right else ""
-    return Check("engines", "proven", f"{left} and {right}{alike if kind == 'mismatch' else ''}")
+    if left != right or left not in ENGINES:
+        return Check("engines", "unproven", f"{left} and {right}: which engine computed them is not told")
+    if a.header.producer_version != b.header.producer_version:
+        told = f"{a.header.producer_version or 'not told'} against {b.header.producer_version or 'not told'}"
+        return Check("engines", "unproven", f"one engine, of version or arithmetic {told}")
+    return Check("engines", "proven", f"{left} on both sides")
 
 
 def align(a: RouteTrace, b: RouteTrace) -> RouteTrace:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from rar_lib.metrics.agreement import Agreement, agreement, overlap
+from rar_lib.metrics.agreement import Agreement, agreement
 from rar_lib.metrics.load import load_shift
 from rar_lib.traces.certificate import Certificate, ComparisonKind, certify
 from rar_lib.traces.trace import RouteTrace
@@ -58,7 +58,8 @@ def compare(
     result = None
     if comparable["tokens"] != "failed" and comparable["layers"] == "proven":
         result = agreement(a, b)
-        found += _shifted(a, b, result) or _outliers(a, result)
+        shifted = [c for c in certificate.checks if c.name == "rows" and c.state == "failed"]
+        found += [verdict("ROWS_SHIFTED", "the pair", c.seen) for c in shifted] or _outliers(a, result)
     if not certificate.valid:
         missing = [c for c in certificate.checks if c.state in ("unproven", "failed")]
         severity: Severity | None = None if any(c.state == "failed" for c in missing) else "warning"
@@ -82,40 +83,24 @@ def _by_layer(a: RouteTrace, b: RouteTrace, result: Agreement) -> pd.DataFrame:
 
 
 def _outliers(a: RouteTrace, result: Agreement) -> list[Verdict]:
-    """Layers whose flip rate lies far above that of the others."""
+    """Layers that differ far more than the others, or agree no more than chance while the others do."""
     rates = result.router_flip_by_layer()
-    if len(rates) < 3 or np.isnan(rates).all():
+    if len(rates) < 2 or np.isnan(rates).all():
         return []
+    k = result.top_k
+    common = np.array(
+        [
+            result.shared[result.known[:, i], i].mean() / k if result.known[:, i].any() else np.nan
+            for i in range(len(rates))
+        ]
+    )
+    chance = k / a.header.num_experts
     out = []
     for i, rate in enumerate(rates):
-        rest = float(np.nanmedian(np.delete(rates, i)))
-        if rate > rest + OUTLIER_RATE and rate > OUTLIER_FACTOR * rest:
+        rest, shared = float(np.nanmedian(np.delete(rates, i))), float(np.nanmedian(np.delete(common, i)))
+        foreign = common[i] - chance < 0.25 * (shared - chance) and shared > chance + 0.5 * (1 - chance)
+        if rate > rest + OUTLIER_RATE and (rate > OUTLIER_FACTOR * rest or foreign):
             layer = a.header.moe_layers[i]
-            seen = f"{rate:.1%} of its routers differ, the median of the others is {rest:.1%}"
+            seen = f"{rate:.1%} of its routers differ (overlap {common[i]:.2f}, chance {chance:.2f}), the median of the others is {rest:.1%}"
             out.append(verdict("LAYER_OUTLIER", f"layer {layer}", seen, layers=(layer,)))
     return out
-
-
-def _shifted(a: RouteTrace, b: RouteTrace, result: Agreement) -> list[Verdict]:
-    """Does B agree with A only when its rows are moved by one or two?"""
-    cells = int(result.known.sum())
-    if not cells:
-        return []
-    here = float(result.shared[result.known].mean()) / result.top_k
-    if here > 0.5:
-        return []
-    rows = np.arange(min(a.num_tokens, 65536))
-    sequence = np.searchsorted(a.offsets, rows, side="right")
-    for step in (1, -1, 2, -2):
-        other = rows + step
-        inside = (other >= 0) & (other < len(rows))
-        left, right = rows[inside], other[inside]
-        same = sequence[left] == sequence[right]
-        left, right = left[same], right[same]
-        known = a.recorded[left] & b.recorded[right]
-        if known.sum() and overlap(a.experts[left], b.experts[right])[known].mean() / result.top_k > max(
-            0.9, here + 0.2
-        ):
-            seen = f"overlap is {here:.2f} in place and above 0.9 with the second record moved by {step} row{'s' if abs(step) > 1 else ''}"
-            return [verdict("ROWS_SHIFTED", "the pair", seen)]
-    return []

@@ -21,7 +21,7 @@ from rar_lib.errors import TraceError, UndecidedError
 from rar_lib.traces.blocks import token_blocks
 from rar_lib.traces.layers import ModelShape
 from rar_lib.traces.scan import are_probabilities, scan
-from rar_lib.traces.siblings import prefix_verdicts, repeated_verdicts
+from rar_lib.traces.siblings import Member, prefix_verdicts, repeated_verdicts
 from rar_lib.traces.tally import Tally
 from rar_lib.traces.trace import RouteTrace, Status
 from rar_lib.traces.verdicts import Report, Verdict, listed, verdict
@@ -88,6 +88,12 @@ def _trace_report(name: str, trace: RouteTrace, shape: ModelShape | None) -> Rep
         seen = f"layers {listed(header.moe_layers)} with top-{header.top_k}; the model has {listed(shape.moe_layers)} with top-{shape.top_k}"
         found.append(verdict("LAYERS_MISMATCH", "header", seen))
     experts = header.num_experts if shape is None else min(shape.num_experts, header.num_experts)
+    if shape is not None and shape.num_experts != header.num_experts:
+        found.append(
+            verdict("LAYERS_MISMATCH", "header", f"{header.num_experts} experts, the model has {shape.num_experts}")
+        )
+    if trace.logprobs is not None:
+        found += _wild("rollout" if header.source == "rollout" else header.source, [(name, np.asarray(trace.logprobs))])
     tally = Tally(header.moe_layers, header.top_k, experts)
     recorded = trace.recorded
     written_over = 0
@@ -109,7 +115,8 @@ def _trace_report(name: str, trace: RouteTrace, shape: ModelShape | None) -> Rep
     if trace.token_ids is None:
         found.append(verdict("TOKENS_MISSING", name, "no token ids"))
     elif not tally.dead:
-        found += prefix_verdicts(_members(trace)) + repeated_verdicts(_members(trace))
+        members = _members(trace)
+        found += prefix_verdicts(members) + repeated_verdicts(members)
     facts = {
         "format": OWN, "layout": f"schema {header.schema_version}, written by {header.producer} {header.producer_version}".strip(),
         "samples": trace.num_sequences, "tokens": trace.num_tokens,
@@ -142,14 +149,15 @@ def _sequences(trace: RouteTrace) -> Iterator[tuple[int, str, int | None, np.nda
             yield i, f"sequence {i}", None, wide
 
 
-def _members(trace: RouteTrace) -> list[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
-    """Name, token ids, routes and recorded mask of every sequence, as views."""
+def _members(trace: RouteTrace) -> list[Member]:
+    """Every sequence, as views."""
     assert trace.token_ids is not None
     recorded = trace.recorded
     out = []
     for i in range(trace.num_sequences):
         rows = slice(int(trace.offsets[i]), int(trace.offsets[i + 1]))
-        out.append((f"sequence {i}", trace.token_ids[rows], trace.experts[rows], recorded[rows]))
+        versions = None if trace.policy_version is None else trace.policy_version[rows]
+        out.append(Member(f"sequence {i}", trace.token_ids[rows], trace.experts[rows], recorded[rows], versions))
     return out
 
 
@@ -224,9 +232,9 @@ def _dump_report(dump: Dump, shape: ModelShape | None, payload_layers: tuple[int
         ]
         found += _gaps(((i, s.name, s.prompt, m) for i, s, m in masks if m.any()), tally.dead_layers())
         members = [
-            (s.name, s.token_ids, p.ids, p.status == Status.RECORDED)
+            Member(s.name, s.token_ids, p.ids, p.status == Status.RECORDED, s.versions)
             for s, p in zip(dump.samples, placed, strict=True)
-            if p is not None and p.problem is None and s.token_ids is not None
+            if p is not None and p.problem is None and s.token_ids is not None and s.tokens
         ]
         found += prefix_verdicts(members) + repeated_verdicts(members)
     found += _versions(dump)
@@ -255,21 +263,40 @@ def _layers(
 
 
 def _logprobs(dump: Dump) -> list[Verdict]:
-    """Log-probs of sampled tokens that no policy can have given."""
+    """Log-probs of sampled tokens that are missing, or that no policy can have given."""
     out = []
     for source in sorted({name for sample in dump.samples for name in sample.logprobs}):
-        wild = []
-        for i, sample in enumerate(dump.samples):
+        sampled = []
+        for sample in dump.samples:
             if source in sample.logprobs:
                 values = sample.logprobs[source]
-                values = values if sample.response_mask is None else values[sample.response_mask]
-                bad = values[(values > POSITIVE) | np.isinf(values)]
-                wild += [(i, float(value)) for value in bad[:1]]
-        if wild:
-            samples = tuple(i for i, _ in wild)
-            seen = f"{source}: {len(wild)} samples, first {dump.samples[samples[0]].name}: {wild[0][1]:.6g}"
-            out.append(verdict("LOGPROBS_IMPOSSIBLE", f"samples {listed(samples)}", seen, samples=samples))
+                mask = sample.response_mask
+                sampled.append((sample.name, values if mask is None else np.where(mask, values, np.nan)))
+                gone = 0 if mask is None else int((mask & np.isnan(values)).sum())
+                if gone:
+                    first = int(np.flatnonzero(mask & np.isnan(values))[0])
+                    seen = f"{source}: {gone} sampled tokens, first token {first}"
+                    out.append(verdict("LOGPROBS_MISSING", sample.name, seen, cells=gone))
+        out += _wild(source, sampled)
     return out
+
+
+def _wild(source: str, values: list[tuple[str, np.ndarray]]) -> list[Verdict]:
+    """Log-probs above 0, or infinite."""
+    wild = []
+    for name, found in values:
+        bad = np.flatnonzero((found > POSITIVE) | np.isinf(found))
+        wild += [(name, int(token), float(found[token])) for token in bad[:1]]
+    if not wild:
+        return []
+    name, token, value = wild[0]
+    return [
+        verdict(
+            "LOGPROBS_IMPOSSIBLE",
+            f"{name}, token {token}",
+            f"{source}: {value:.6g} there, and in {len(wild)} samples in all",
+        )
+    ]
 
 
 def _logprob_facts(dump: Dump) -> dict[str, Any]:

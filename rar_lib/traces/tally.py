@@ -40,6 +40,7 @@ class Tally:
         self._row: list[np.ndarray | None] = [None] * n
         self._same = np.ones(n, bool)
         self._filler, self._filler_place = 0, ""
+        self._ramps = np.zeros(n, np.int64)  # cells that hold 0..K-1
 
     def add(self, ids: np.ndarray, known: np.ndarray, cells: Cells, start: int, place: Callable[[int], str]) -> None:
         """Count a block.
@@ -59,7 +60,8 @@ class Tally:
         flags = {
             "ID_NEGATIVE": cells.negative,
             "ID_OUT_OF_RANGE": cells.beyond,
-            "DUPLICATE_EXPERTS": cells.twice & ~cells.beyond & ~cells.negative,
+            # a recorded cell of zeros names expert 0 K times; a dump's zeros are not recorded cells
+            "DUPLICATE_EXPERTS": (cells.twice | cells.zero) & ~cells.beyond & ~cells.negative,
         }
         for code, flag in flags.items():
             bad = flag if every else flag & known
@@ -82,32 +84,49 @@ class Tally:
             if not len(rows):
                 continue
             if self._row[layer] is None:
-                self._row[layer] = rows[0].copy()
-            if (rows[:64] != self._row[layer]).any() or (rows[64:] != self._row[layer]).any():
-                self._same[layer] = False
+                self._row[layer] = np.sort(rows[0])
+            for part in (rows[:64], rows[64:]):
+                if (np.sort(part, -1) != self._row[layer]).any():
+                    self._same[layer] = False
+                    break
 
     def _look_for_filler(self, ids: np.ndarray, known: np.ndarray, start: int, place: Callable[[int], str]) -> None:
-        """Rows that hold 0..K-1 in every layer are filler, not routes."""
-        experts = self.num_experts or int(self.largest.max(initial=0)) + 1
-        bits = len(self.layers) * sum(math.log2(max(1, experts - i)) for i in range(self.top_k))
-        if bits < SURE_BITS or self.top_k < 2:
+        """Rows that hold 0..K-1 in every layer are filler, not routes. Routers of their own choice hit it in one layer now and then."""
+        if self.top_k < 2:
             return
-        first = np.flatnonzero((ids[:, 0] == np.arange(self.top_k)).all(-1) & known[:, 0])
-        rows = first[(ids[first] == np.arange(self.top_k)).all((-1, -2)) & known[first].all(-1)]
+        hits = (ids[..., 0] == 0) & (ids[..., 1] == 1) & known
+        if not hits.any():
+            return
+        token, layer = np.nonzero(hits)
+        hits[token, layer] = (ids[token, layer] == np.arange(self.top_k)).all(-1)
+        self._ramps += hits.sum(0)
+        rows = np.flatnonzero(hits.all(-1))
         if len(rows) and not self._filler:
             self._filler_place = place(start + int(rows[0]))
         self._filler += len(rows)
+
+    def _filler_verdict(self) -> list[Verdict]:
+        experts = self.num_experts or int(self.largest.max(initial=0)) + 1
+        if not self._filler or experts <= self.top_k:
+            return []
+        bits = len(self.layers) * math.log2(math.comb(experts, self.top_k))
+        if bits < SURE_BITS or self._filler < 0.5 * int(self._ramps.min()):
+            return []
+        seen = f"{self._filler} tokens hold 0..{self.top_k - 1} in every layer, first {self._filler_place}"
+        return [verdict("FILLER_ROWS", f"layers {listed(self.layers)}", seen, cells=self._filler)]
 
     # ---------------------------------------------------------------- conclusions
 
     @property
     def dead(self) -> bool:
         """Nothing was captured anywhere, or the same row in every layer."""
-        return bool(self.possible.sum()) and (not self._alive().any() or bool(self._stuck().all()))
+        stuck = self._stuck()
+        return bool(self.possible.sum()) and (not self._alive().any() or (len(stuck) > 1 and bool(stuck.all())))
 
     def _alive(self) -> np.ndarray:
         written = self.recorded - self._zeros if self.top_k == 1 else self.recorded
-        return (written > 0) | (self.possible == 0) | ((self.top_k == 1) & (self.recorded < ENOUGH_ROWS))
+        few = (self.top_k == 1) & (self.recorded < ENOUGH_ROWS)
+        return (written > 0) | (self.possible == 0) | few | ((self.num_experts == 1) & (self.recorded > 0))
 
     def _stuck(self) -> np.ndarray:
         choice = self.num_experts is None or self.num_experts > self.top_k
@@ -128,14 +147,20 @@ class Tally:
         silent, stuck = self.dead_layers(), np.flatnonzero(self._stuck() & self._alive())
         if len(silent) == len(self.layers):
             seen = f"all {int(self.possible.sum())} cells are empty or zero"
-            out.append(verdict("CAPTURE_DEAD", f"layers {listed(self.layers)}", seen, layers=self.layers))
+            lone = (
+                self.top_k == 1 and len(self.layers) == 1
+            )  # a single router that always takes expert 0 looks the same
+            severity: Severity | None = "warning" if lone else None
+            out.append(
+                verdict("CAPTURE_DEAD", f"layers {listed(self.layers)}", seen, layers=self.layers, severity=severity)
+            )
         elif silent:
             code = "LAYER_EMPTY" if self.guessed else "LAYER_DEAD"
             numbers = self._numbers(silent)
             seen = f"no route in {int(self.possible[list(silent)].sum())} cells, while other layers have them"
-            severity: Severity | None = "warning" if self.top_k == 1 else None
+            severity = "warning" if self.top_k == 1 else None
             out.append(verdict(code, f"layers {listed(numbers)}", seen, layers=numbers, severity=severity))
-        if len(stuck) and len(stuck) == len(self.layers) - len(silent):
+        if len(stuck) > 1 and len(stuck) == len(self.layers) - len(silent):
             row = self._row[int(stuck[0])]
             seen = f"every recorded row of a layer is the same, in layer {self.layers[int(stuck[0])]}: {[] if row is None else row.tolist()}"
             out.append(
@@ -152,9 +177,8 @@ class Tally:
                 against = f" of {self.num_experts} experts" if self.num_experts is not None else ""
                 seen = f"{int(counts.sum())} cells{against}, first {self._first[code]}"
                 out.append(verdict(code, f"layers {listed(numbers)}", seen, layers=numbers, cells=int(counts.sum())))
-        if self._filler and not len(stuck):
-            seen = f"{self._filler} tokens hold 0..{self.top_k - 1} in every layer, first {self._filler_place}"
-            out.append(verdict("FILLER_ROWS", f"layers {listed(self.layers)}", seen, cells=self._filler))
+        if not len(stuck):
+            out += self._filler_verdict()
         out += self._local()
         return out
 
@@ -165,14 +189,17 @@ class Tally:
         if experts is None or experts < 4 or not alive.any():
             return []
         top = int(self.largest[alive].max())
+        where = f"layers {listed(self._numbers(np.flatnonzero(alive)))}"
+        seen = f"no id from {top + 1} to {experts - 1} in {int(self.recorded.sum())} cells"
+        if not self.recorded[alive].min() * self.top_k >= 20 * experts or not alive.sum() > 1:
+            return []
+        for held in (256, 65536):
+            if top < held < experts and top >= held - 1 - held // 16:
+                return [verdict("ID_WRAPPED", where, f"{seen}: they end where {held.bit_length() - 1} bits do")]
         part = experts
         while part % 2 == 0 and part // 2 > max(top, self.top_k - 1):
             part //= 2
-        enough = self.recorded[alive].min() * self.top_k >= 20 * experts
-        if part == experts or not enough or not alive.sum() > 1:
-            return []
-        seen = f"no id from {top + 1} to {experts - 1} in {int(self.recorded.sum())} cells"
-        return [verdict("EXPERTS_LOCAL", f"layers {listed(self._numbers(np.flatnonzero(alive)))}", seen)]
+        return [] if part == experts else [verdict("EXPERTS_LOCAL", where, seen)]
 
     def facts(self) -> dict[str, Any]:
         """Coverage in words; the number of missing cells is told also where it is 0."""

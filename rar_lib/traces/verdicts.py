@@ -154,7 +154,17 @@ KINDS: dict[str, Kind] = {
     "LOGPROBS_IMPOSSIBLE": Kind(
         "error",
         "a log-prob above 0 or infinite: probabilities in place of their logarithms, or bytes that are something else",
-        "check which field was dumped; no mismatch is computed from it",
+        "check which field was dumped; no mismatch is computed from this file",
+    ),
+    "LOGPROBS_MISSING": Kind(
+        "warning",
+        "sampled tokens without a log-prob: a server that was not asked for them, or a request that was cut short",
+        "no mismatch is computed from this dump",
+    ),
+    "RECORDS_WITHOUT_ANSWER": Kind(
+        "warning",
+        "records of the file that hold no answer: errors of the server, empty lines of a client",
+        "they are no samples; where positions matter, match by token ids",
     ),
     "SCORES_ARE_PROBABILITIES": Kind(
         "warning",

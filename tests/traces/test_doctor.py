@@ -19,8 +19,9 @@ from rar_lib.traces.layers import ModelShape
 from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
 from rar_lib.traces.verdicts import KINDS, Report, Verdict, listed, verdict
 from rar_lib.traces.wire import read_dump, read_trace
-from rar_lib.traces.wire.convert import join_segments, to_trace
+from rar_lib.traces.wire.convert import to_trace
 from rar_lib.traces.wire.dump import Dump, Sample
+from rar_lib.traces.wire.segments import join_segments
 from tests.traces import writers
 from tests.traces.writers import LAYOUTS, Batch, make_batch
 
@@ -433,6 +434,7 @@ def test_a_resumed_generation_is_joined() -> None:
         rows[:7],
         token_ids=ids[:8],
         prompt=5,
+        response_mask=np.arange(8) >= 6,
         versions=np.full(8, 3),
         logprobs={"rollout": np.r_[np.full(5, np.nan), -np.ones(3)]},
     )
@@ -443,6 +445,7 @@ def test_a_resumed_generation_is_joined() -> None:
         6,
         token_ids=ids,
         prompt=8,
+        response_mask=np.arange(12) >= 8,
         versions=np.full(12, 4),
         logprobs={"rollout": np.r_[np.full(8, np.nan), -2 * np.ones(4)]},
     )
@@ -454,10 +457,14 @@ def test_a_resumed_generation_is_joined() -> None:
     assert trace.policy_version[:11].tolist() == [3] * 7 + [4] * 4
     assert joined.logprobs["rollout"][5:].tolist() == [-1] * 3 + [-2] * 4
     assert joined.prompt == 5
+    assert joined.response_mask is not None
+    assert np.flatnonzero(joined.response_mask).tolist() == [6, 7, 8, 9, 10, 11]  # token 5 was a tool's
     late = replace(whole, experts=rows[9:], first=9)  # rows 7 and 8 were never recorded
     gap, _ = join_segments([first, late], "one")
     trace = to_trace(Dump("vllm", "joined", "x", (gap,), "all"), MODEL)
     assert np.flatnonzero(trace.status == Status.MISSING).tolist() == [7, 8]
+    assert trace.policy_version is not None
+    assert trace.policy_version.tolist() == [3] * 7 + [4] * 5
     known = trace.recorded
     assert np.array_equal(trace.ids()[known], made.trace().ids()[known])
     other = replace(whole, versions=np.full(12, 3), experts=np.roll(rows, 1, 0)[6:])
@@ -566,6 +573,6 @@ def test_probabilities_in_place_of_log_probs() -> None:
     wild = replace(first, logprobs={"rollout": np.full(first.tokens, 0.5)})
     report = examine(replace(found, samples=(wild, *found.samples[1:])), model=MODEL)
     assert report.codes == ("LOGPROBS_IMPOSSIBLE",)
-    assert "samples[0]: 0.5" in of(report, "LOGPROBS_IMPOSSIBLE").seen
+    assert of(report, "LOGPROBS_IMPOSSIBLE").where == "samples[0], token 0"
     with pytest.raises(TraceError, match=r"LOGPROBS_IMPOSSIBLE: samples\[0\]: a log-prob of 0.5"):
         to_trace(replace(found, samples=(wild,)), MODEL)

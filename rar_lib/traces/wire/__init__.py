@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rar_lib.errors import TraceError, UndecidedError
 from rar_lib.traces.layers import ModelShape
 from rar_lib.traces.trace import RouteTrace
+from rar_lib.traces.verdicts import verdict
 from rar_lib.traces.wire import (
     megatron,
     nemo_rl,
@@ -108,10 +110,26 @@ def read_content(content: Content, name: str) -> Dump:
         raise TraceError(
             f"{content.path}: {name}: its content does not have the layout that it promises: {error!r:.200}"
         ) from None
+    odd = (
+        [where for where, record in content.all_records if not _answer(record)]
+        if content.kind in ("json", "jsonl")
+        else []
+    )
+    if odd and len(odd) < len(content.all_records):
+        seen = f"{len(odd)} of {len(content.all_records)} records hold no answer"
+        dump = replace(dump, notes=(*dump.notes, verdict("RECORDS_WITHOUT_ANSWER", f"{', '.join(odd[:6])}", seen)))
     if not dump.samples:
         raise TraceError(f"{content.path}: {name}: expected samples, found none")
     logger.info("%s: %s (%s)", content.path.name, dump.format, dump.layout)
     return dump
+
+
+def _answer(record: Any) -> bool:
+    """False for a server's error or an empty line among answers; records of other kinds are their reader's matter."""
+    answer = record.get("response", record) if isinstance(record, dict) else record
+    if isinstance(answer, list):
+        return bool(answer)
+    return isinstance(answer, dict) and "error" not in answer and (len(answer) > 0)
 
 
 def read_dump(

@@ -114,16 +114,19 @@ class Content:
         return None
 
     @cached_property
-    def records(self) -> list[tuple[str, dict[str, Any]]]:
-        """JSON objects with their place: every line, the members of a list, or the one object there is."""
+    def all_records(self) -> list[tuple[str, Any]]:
+        """JSON values with their place: every line, the members of a list, or the one value there is; also lists in a torch file."""
         if self.kind == "jsonl":
-            found = [(f"line {n}", v) for n, v in parse_jsonl(self.path, self.data)]
-        elif self.kind in ("json", "torch"):
+            return [(f"line {n}", v) for n, v in parse_jsonl(self.path, self.data)]
+        if self.kind in ("json", "torch"):
             value = self.value
-            found = [(f"[{i}]", v) for i, v in enumerate(value)] if isinstance(value, list) else [("the object", value)]
-        else:
-            return []
-        return [(where, record) for where, record in found if isinstance(record, dict)]
+            return [(f"[{i}]", v) for i, v in enumerate(value)] if isinstance(value, list) else [("the object", value)]
+        return []
+
+    @property
+    def records(self) -> list[tuple[str, dict[str, Any]]]:
+        """The objects among them."""
+        return [(where, record) for where, record in self.all_records if isinstance(record, dict)]
 
 
 def load_msgpack(where: str, data: bytes) -> Any:

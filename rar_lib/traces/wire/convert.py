@@ -7,7 +7,7 @@ doctor its verdicts; here they are errors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -223,67 +223,3 @@ def _beside(dump: Dump) -> dict[str, np.ndarray]:
             )
         out["logprobs"] = values.astype(np.float32)
     return out
-
-
-def join_segments(segments: list[Sample], name: str = "") -> tuple[Sample, tuple[Verdict, ...]]:
-    """One sample from the segments of a generation that was interrupted and resumed.
-
-    Each segment is the whole sequence so far (its prompt holds what was generated before) with routes from its `first` token on. Where
-    two segments overlap, the first is kept: it chose the token that follows. Rows that no segment holds are missing, never shifted.
-    Each token keeps the weight version of the segment that its row comes from.
-
-    Args:
-        segments: in order of time; token ids are required and each must go on from the one before.
-        name: of the joined sample.
-
-    Returns:
-        The sample, and a `SEGMENTS_DISAGREE` verdict where overlapping rows differ under one weight version.
-
-    Raises:
-        TraceError: if a segment does not continue the one before it.
-    """
-    whole = segments[-1]
-    if whole.token_ids is None:
-        raise TraceError(f"{whole.name}: segments need token ids")
-    shapes = {s.experts.shape[1:] for s in segments if s.experts is not None}
-    if len(shapes) != 1:
-        raise TraceError(f"{whole.name}: expected segments with one shape of routes, found {sorted(shapes)}")
-    experts = np.full((whole.tokens, *shapes.pop()), -1, np.int64)
-    versions = np.full(whole.tokens, -1, np.int64)
-    logprobs = np.full(whole.tokens, np.nan)
-    notes = []
-    for number, segment in enumerate(segments):
-        if segment.token_ids is None or not np.array_equal(segment.token_ids, whole.token_ids[: segment.tokens]):
-            raise TraceError(f"{segment.name}: expected the first {segment.tokens} tokens of {whole.name}")
-        if segment.experts is not None:
-            rows = np.arange(segment.first, min(segment.first + len(segment.experts), segment.tokens - 1))
-            told = segment.experts[: len(rows)].astype(np.int64)
-            written = ~scan(told, None).nothing.all(-1)
-            taken = (experts[rows] >= 0).any((-1, -2))
-            own = segment.versions[rows] if segment.versions is not None else np.full(len(rows), -1)
-            differs = (
-                taken
-                & written
-                & (np.sort(experts[rows], -1) != np.sort(told, -1)).any((-1, -2))
-                & (versions[rows] == own)
-            )
-            if differs.any():
-                where = f"{name or whole.name}, segment {number}, tokens {rows[differs].tolist()[:6]}"
-                notes.append(verdict("SEGMENTS_DISAGREE", where, f"{int(differs.sum())} overlapping rows differ"))
-            fresh = written & ~taken
-            experts[rows[fresh]], versions[rows[fresh]] = told[fresh], own[fresh]
-        scored = segment.logprobs.get("rollout")
-        if scored is not None:
-            part = logprobs[: segment.tokens]
-            part[np.isnan(part)] = scored[np.isnan(part)]
-    if all(s.versions is not None for s in segments):
-        versions[versions < 0] = versions[versions >= 0].max(initial=0)  # tokens without a route: the last one, gaps
-    else:
-        versions = np.full(0, 0)
-    first = segments[0]
-    mask = None if first.prompt is None else np.arange(whole.tokens) >= first.prompt
-    joined = replace(
-        whole, name=name or whole.name, experts=experts, first=0, prompt=first.prompt, response_mask=mask,
-        logprobs={} if np.isnan(logprobs).all() else {"rollout": logprobs}, versions=versions if len(versions) else None,
-    )  # fmt: skip
-    return joined, tuple(notes)

@@ -8,12 +8,13 @@ more than one sequence is scrambled, so the batch size must be known.
   "lengths" [b], "layer_numbers", "tensor_parallel", "context_parallel"}`, the arguments of that function.
 - Tracer: `router_trace_rank{N}.jsonl`, a line a router call: `step, block, layer, rank, num_tokens, topk, top_indices`. The training hook
   counts layers from 0, the inference sink from 1; MTP blocks are left out. Micro-batches of a step repeat the same key in forward
-  order. It holds no token ids. Give `batch_size`.
+  order (recomputed activations fire the hook a second time: trace without recompute). It holds no token ids. Give `batch_size`. Router logits,
+  raw bfloat16 in `logits_rank{N}.bin` beside it, are read where they are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,7 @@ def read_tracer(content: Content) -> Dump:
     if batch < 1:
         raise TraceError(f"{content.path}: batch_size: expected 1 or more, found {batch}")
     calls: dict[tuple[int, int], list[np.ndarray]] = {}
+    scored: dict[tuple[int, int], list[np.ndarray | None]] = {}
     for where, record in content.records:
         if record.get("block", "decoder") != "decoder":
             continue
@@ -149,6 +151,7 @@ def read_tracer(content: Content) -> Dump:
         if len(rows) != count:
             raise TraceError(f"{where}: top_indices: expected num_tokens = {count} rows, found {len(rows)}")
         calls.setdefault((step, layer), []).append(rows)
+        scored.setdefault((step, layer), []).append(_logits(content, where, record, count))
     layers = sorted({layer for _, layer in calls})
     samples = []
     for step in sorted({step for step, _ in calls}):
@@ -161,14 +164,38 @@ def read_tracer(content: Content) -> Dump:
                 shapes = sorted({piece.shape for piece in pieces})
                 raise TraceError(f"step {step}, micro-batch {number}: {shapes} rows do not fit {batch} sequences")
             joined = np.stack(pieces, 1).reshape(-1, batch, len(layers), pieces[0].shape[1])
+            parts = [scored[step, layer][number] for layer in layers]
+            logits = [part.reshape(-1, batch, part.shape[-1]) for part in parts if part is not None]
             for i in range(batch):
                 name = f"step {step}, micro-batch {number}, sequence {i}"
-                samples.append(Sample(name, len(joined), joined[:, i]))
+                own = np.stack([part[:, i] for part in logits], 1) if len(logits) == len(layers) else None
+                samples.append(Sample(name, len(joined), joined[:, i], router_logits=own))
     offset, base = _first_layer(content, layers)
     return Dump(
         "megatron-tracer", f"tracer JSON lines, [s, b] order, layers counted from {base}", str(content.path), tuple(samples), "moe",
         tuple(layer - offset for layer in layers), source="old",
     )  # fmt: skip
+
+
+def _logits(content: Content, where: str, record: Mapping[str, Any], tokens: int) -> np.ndarray | None:
+    """Router logits of a call, `[tokens, E]` float32, from the file beside the tracer's; None where there is none."""
+    side = content.path.with_name(content.path.name.replace("router_trace_", "logits_")).with_suffix(".bin")
+    if "logit_offset" not in record or not side.exists() or side == content.path:
+        return None
+    shape = integers(f"{where}: logit_shape", record.get("logit_shape")).tolist()
+    start, size = (_number(f"{where}: {key}", record.get(key)) for key in ("logit_offset", "logit_bytes"))
+    if (
+        len(shape) != 2
+        or shape[0] != tokens
+        or shape[1] < 1
+        or size != shape[0] * shape[1] * 2
+        or not 0 <= start <= side.stat().st_size - size
+    ):
+        raise TraceError(f"{where}: logits: {shape} at byte {start} for {tokens} tokens do not fit {side.name}")
+    with side.open("rb") as file:
+        file.seek(start)
+        raw = np.frombuffer(file.read(size), "<u2")
+    return (raw.astype(np.uint32) << 16).view(np.float32).reshape(shape)
 
 
 def _number(where: str, value: Any) -> int:

@@ -19,6 +19,7 @@ from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump, Sample, field_of, numbers
 from rar_lib.traces.wire.files import as_array, decode_base64
 from rar_lib.traces.wire.outputs import answer_logprobs, choices, response_fields, sized, start_of, token_ids
+from rar_lib.traces.wire.segments import join_interrupted
 
 DTYPES = ("int32", "uint16", "uint8")
 
@@ -54,9 +55,11 @@ def claims(content: Content) -> str | None:
 
 
 def read(content: Content) -> Dump:
-    samples, layouts = [], set()
+    samples, stopped, layouts = [], [], set()
     for where, request, answer in _answers(content):
         meta = answer["meta_info"]
+        reason = meta.get("finish_reason")
+        stopped.append(isinstance(reason, Mapping) and reason.get("type") == "abort")
         answered = answer.get("output_ids")
         if answered is None and isinstance(meta.get("output_token_logprobs"), list):
             answered = [entry[1] for entry in meta["output_token_logprobs"]]
@@ -95,7 +98,9 @@ def read(content: Content) -> Dump:
         layouts.add(layout)
         more = response_fields(tokens, prompt, answer_logprobs(where, choice.choice), where)
         samples.append(Sample(where, tokens, experts, first, token_ids=ids, **more))
-    return Dump("sglang", "; ".join(sorted(layouts)), str(content.path), tuple(samples), "all", content_sized=True)
+        stopped.append(choice.choice.get("finish_reason") == "abort")
+    joined, notes = join_interrupted(samples, stopped)
+    return Dump("sglang", "; ".join(sorted(layouts)), str(content.path), joined, "all", content_sized=True, notes=notes)
 
 
 def _routes(

@@ -23,6 +23,7 @@ from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump, Sample, integers, numbers, routes
 from rar_lib.traces.wire.files import decode_base64, parse_npy, plain
 from rar_lib.traces.wire.outputs import answer_logprobs, choices, response_fields, sized, start_of, token_ids
+from rar_lib.traces.wire.segments import join_interrupted
 
 NPY = "k05VTVBZ"  # base64 of the first bytes of an .npy stream
 
@@ -43,12 +44,13 @@ def claims_http(content: Content) -> str | None:
 
 
 def read_http(content: Content) -> Dump:
-    samples, layouts = [], set()
+    samples, stopped, layouts = [], [], set()
     for choice in choices(content.records):
         where = choice.where
         ids, prompt = token_ids(where, choice.get("prompt_token_ids"), choice.get("token_ids"))
         tokens, prompt = sized(choice, ids, prompt)
         first, experts = 0, None
+        stopped.append(choice.choice.get("finish_reason") == "abort")
         routed, before = choice.choice.get("routed_experts"), choice.response.get("prompt_routed_experts")
         if before is not None:
             experts = _joined(where, before, routed)
@@ -64,12 +66,14 @@ def read_http(content: Content) -> Dump:
         text = choice.choice.get("text") or ""
         samples.append(Sample(where, tokens, experts, first, token_ids=ids, text=str(text), **more))
     moe = any(layout.startswith("0.21") for layout in layouts)
+    joined, notes = join_interrupted(samples, stopped)
     return Dump(
         "vllm-http",
         "; ".join(sorted(layouts)) or "no routes",
         str(content.path),
-        tuple(samples),
+        joined,
         "moe" if moe else "all",
+        notes=notes,
     )
 
 
