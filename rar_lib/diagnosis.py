@@ -154,7 +154,7 @@ def diagnose(
         A Diagnosis. A file that cannot be read is one with the verdict UNREADABLE.
 
     Raises:
-        TraceError: for a model or a second record that cannot be read.
+        TraceError: for a model that cannot be read.
     """
     shape = None if model is None else ModelShape.load(model)
     layers = None if payload_layers is None else tuple(payload_layers)
@@ -165,13 +165,14 @@ def diagnose(
     numbers = dump_mismatch(source) if isinstance(source, Dump) and not unfit else {}
     if against is None or source is None or report.exit_status == 2:
         return Diagnosis(report, numbers, None, suggest(report, None, numbers))
-    second = against if isinstance(against, RouteTrace) else _require(against, options)
+    name = "trace in memory" if isinstance(against, RouteTrace) else str(against)
+    second = against if isinstance(against, RouteTrace) else _open(against, "auto", options)
     beside = examine(
-        second, model=shape, name=str(against) if not isinstance(against, RouteTrace) else "trace in memory"
+        name if second is None else second, model=shape, batch_size=batch_size, allow_pickle=allow_pickle, name=name
     )
     theirs = tuple(replace(v, where=f"second record, {v.where}") for v in beside.verdicts)
     report = Report(report.source, report.facts, (*report.verdicts, *theirs))
-    if beside.exit_status == 2:
+    if beside.exit_status == 2 or second is None:
         return Diagnosis(report, numbers, None, suggest(report, None, numbers))
     other = _as_trace(second, shape, None)
     mine = _as_trace(source, shape, layers)

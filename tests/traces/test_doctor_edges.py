@@ -312,7 +312,8 @@ def test_the_second_record_is_examined_too(tmp_path: Path) -> None:
     second = made.trace("old").save(tmp_path / "b.safetensors")
     assert diagnose(first, against=second, asserting=("weights",)).exit_status == 0
     data = bytearray(second.read_bytes())
-    start = 8 + int.from_bytes(data[:8], "little")
+    size = int.from_bytes(data[:8], "little")
+    start = 8 + size + json.loads(data[8 : 8 + size])["experts"]["data_offsets"][0]
     for at in range(start, start + 12):
         data[at] = 250
     second.write_bytes(data)
