@@ -24,6 +24,7 @@ class Cells:
         negative: some slot is below 0, but not every one is -1.
         beyond: some slot is E or more (never, where E is unknown).
         twice: an expert is named twice (zero and empty rows aside).
+        ramp: the slots are 0, 1, ... K - 1 in this order (K >= 2): what filler looks like.
         top: the largest id.
     """
 
@@ -32,6 +33,7 @@ class Cells:
     negative: np.ndarray
     beyond: np.ndarray
     twice: np.ndarray
+    ramp: np.ndarray
     top: np.ndarray
 
     @property
@@ -64,7 +66,12 @@ def scan(ids: np.ndarray, num_experts: int | None) -> Cells:
             np.logical_or(twice, same, out=twice)
     if k > 1:
         twice &= ~(zero | empty)
-    cells = (zero if k > 1 else none, empty, negative, beyond, twice, top)
+    ramp = slots[0] == 0 if k > 1 else none
+    for i in range(1, k):
+        if not ramp.any():
+            break
+        ramp &= slots[i] == i
+    cells = (zero if k > 1 else none, empty, negative, beyond, twice, ramp, top)
     return Cells(*(part.reshape(shape) for part in cells))
 
 

@@ -75,7 +75,7 @@ class Tally:
         if self.top_k == 1:
             self._zeros += ((ids[..., 0] == 0) & known).sum(0)
         self._follow(ids, known, every)
-        self._look_for_filler(ids, known, start, place)
+        self._look_for_filler(cells.ramp if every else cells.ramp & known, start, place)
 
     def _follow(self, ids: np.ndarray, known: np.ndarray, every: bool) -> None:
         """Is a layer always the same?"""
@@ -90,17 +90,12 @@ class Tally:
                     self._same[layer] = False
                     break
 
-    def _look_for_filler(self, ids: np.ndarray, known: np.ndarray, start: int, place: Callable[[int], str]) -> None:
+    def _look_for_filler(self, ramps: np.ndarray, start: int, place: Callable[[int], str]) -> None:
         """Rows that hold 0..K-1 in every layer are filler, not routes. Routers of their own choice hit it in one layer now and then."""
-        if self.top_k < 2:
+        if not ramps.any():
             return
-        hits = (ids[..., 0] == 0) & (ids[..., 1] == 1) & known
-        if not hits.any():
-            return
-        token, layer = np.nonzero(hits)
-        hits[token, layer] = (ids[token, layer] == np.arange(self.top_k)).all(-1)
-        self._ramps += hits.sum(0)
-        rows = np.flatnonzero(hits.all(-1))
+        self._ramps += ramps.sum(0)
+        rows = np.flatnonzero(ramps.all(-1))
         if len(rows) and not self._filler:
             self._filler_place = place(start + int(rows[0]))
         self._filler += len(rows)

@@ -162,8 +162,8 @@ class RouteTrace:
 
     @property
     def recorded(self) -> np.ndarray:
-        """`[N, L]` bool, true where a route was recorded."""
-        return _per_layer(self.status, self.header.num_layers) == Status.RECORDED
+        """`[N, L]` bool, true where a route was recorded; a read-only view where the states are one a token."""
+        return _per_layer(self.status == Status.RECORDED, self.header.num_layers)
 
     @property
     def token_digest(self) -> str | None:
