@@ -27,7 +27,7 @@ from rar_lib.traces.wire.dump import ReadOptions
 
 def record_tokens(
     model: Any, sequences: Sequence[Sequence[int] | np.ndarray], *, batch_size: int = 16, margins: bool = True, scores: bool = False,
-    source: Literal["old", "new"] = "old", producer: str = "", model_id: str = "", version: int | None = None,
+    source: Literal["old", "new"] = "old", producer: str = "", producer_version: str = "", model_id: str = "", version: int | None = None,
 ) -> RouteTrace:  # fmt: skip
     """Route given sequences through a model in memory.
 
@@ -38,7 +38,7 @@ def record_tokens(
         margins: keep s_(K) - s_(K+1) of the ranked scores of every cell.
         scores: keep the ranked scores themselves, `[tokens, L, E]`.
         source: `old` for the weights that sampled, `new` for later ones.
-        producer: what to call the engine; by default hf or megatron.
+        producer, producer_version: what to call the engine and its arithmetic; by default hf or megatron and the model's dtype.
         model_id: what to call the weights.
         version: of the weights, kept for every token.
 
@@ -66,11 +66,20 @@ def record_tokens(
             logits = _megatron_logits(model, tokens) if megatron else model(input_ids=tokens, use_cache=False).logits
             parts.append(_pack(record, part, tokens, logits))
     header = record.header.model_copy(
-        update={"source": source, "producer": producer or ("megatron" if megatron else "hf"), "model_id": model_id}
+        update={
+            "source": source,
+            "producer": producer or ("megatron" if megatron else "hf"),
+            "model_id": model_id,
+            "producer_version": producer_version or _dtype_of(model),
+        }
     )
     trace = RouteTrace.concatenate(parts)
     versions = None if version is None else np.full(trace.num_tokens, version, np.int64)
     return replace(trace, header=header, policy_version=versions)
+
+
+def _dtype_of(model: Any) -> str:
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
 def _megatron_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -155,6 +164,12 @@ def record_file(
 
 @contextlib.contextmanager
 def _loaded(checkpoint: Path, engine: str, dtype: str) -> Iterator[tuple[Any, int]]:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise EngineError(
+            "recording needs Transformers, which is not installed; install the extra rar-lib[hf]"
+        ) from None
     from rar_lib.checkpoint import load_model, load_model_config
 
     size = int(load_model_config(checkpoint).vocab_size)
