@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import yaml
 
 from rar_lib.errors import TraceError
@@ -34,6 +36,7 @@ from rar_lib.traces.wire.content import Content
 from rar_lib.traces.wire.convert import to_trace
 from rar_lib.traces.wire.dump import Dump, ReadOptions
 
+SAMPLES = Path(__file__).resolve().parent.parent / "data" / "traces"
 HEADROOM = 1.25  # of a budget over the share of routers that differ: shares move from batch to batch
 SMALL = 0.25  # up to here a share of the routes is worth choosing; above, force them all
 
@@ -57,7 +60,7 @@ class Suggestion:
         return "suggestion\n" + "\n".join(f"  {line}" for line in keys.splitlines()) + f"\n  {self.reason}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """Attributes:
     report: the doctor's verdicts on the file, and those of the comparison.
@@ -75,6 +78,22 @@ class Diagnosis:
     def exit_status(self) -> int:
         """0 clean, 1 warnings, 2 must not be replayed."""
         return self.report.exit_status
+
+    def compared(self) -> Comparison:
+        """The comparison with its numbers.
+
+        Raises:
+            TraceError: without a second record, a sound capture, or a certificate; says which.
+        """
+        if self.exit_status == 2:
+            codes = ", ".join(dict.fromkeys(v.code for v in self.report.verdicts if v.severity == "error"))
+            raise TraceError(
+                f"{self.report.source}: {codes}: must not be replayed, so nothing is compared; see the report"
+            )
+        if self.comparison is None:
+            raise TraceError(f"{self.report.source}: expected a second record to compare with (against=)")
+        self.comparison.certificate.require()
+        return self.comparison
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -130,6 +149,36 @@ class Diagnosis:
         if self.suggestion is not None:
             parts.append(str(self.suggestion))
         return "\n\n".join(parts)
+
+    __repr__ = __str__
+
+
+def numbers_table(found: Diagnosis) -> pd.DataFrame:
+    """The numbers of a diagnosis with a fixed precision, as text: `number`, `value`."""
+    rows = [
+        ("exit status", f"{found.exit_status}"),
+        ("cells without a route", f"{found.report.facts.get('missing', 0)}"),
+    ]
+    scalars = {} if found.comparison is None else found.comparison.scalars()
+    for name, value in {**scalars, **found.mismatch}.items():
+        shown = (
+            "undefined" if value is None else f"{value:.0f}" if name.endswith(("tokens", "cells")) else f"{value:.3g}"
+        )
+        rows.append((name, shown))
+    return pd.DataFrame(rows, columns=["number", "value"])
+
+
+def find_dump(name: str | Path) -> Path:
+    """A file given by path, or by its name among the shipped samples (data/traces); relative to the working folder.
+
+    Raises:
+        TraceError: if neither is there; names both places.
+    """
+    places = [Path(name), SAMPLES / name]
+    for place in places:
+        if place.is_file():
+            return Path(os.path.relpath(place))
+    raise TraceError(f"expected a dump at {' or '.join(map(str, places))}")
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from rar_lib.errors import TraceError
 from rar_lib.traces.blocks import by_slot, token_blocks
@@ -134,6 +135,28 @@ def agreement(a: RouteTrace, b: RouteTrace) -> Agreement:
     for rows in token_blocks(*known.shape):
         shared[rows] = overlap(a.experts[rows], b.experts[rows])
     return Agreement(shared, known, a.header.top_k)
+
+
+def flip_counts(result: Agreement, trace: RouteTrace) -> pd.DataFrame:
+    """Flips and known cells of every sequence in every layer, for statistics over sequences.
+
+    Args:
+        result: of the pair.
+        trace: either record, for the sequences and the layer numbers.
+
+    Returns:
+        `sequence, layer, flips, cells`, one row a sequence and layer; sequences without a known cell are left out.
+    """
+    starts = trace.offsets[:-1][trace.lengths > 0]
+    flips = np.add.reduceat(result.flipped.astype(np.int64), starts, 0)
+    cells = np.add.reduceat(result.known.astype(np.int64), starts, 0)
+    sequences = np.flatnonzero(trace.lengths > 0)
+    kept = cells.sum(-1) > 0
+    count, layers = int(kept.sum()), trace.header.num_layers
+    return pd.DataFrame(
+        {"sequence": np.repeat(sequences[kept], layers), "layer": np.tile(trace.header.moe_layers, count), "flips": flips[kept].ravel(),
+         "cells": cells[kept].ravel()}
+    )  # fmt: skip
 
 
 def poisson_binomial(rates: np.ndarray) -> np.ndarray:

@@ -69,7 +69,7 @@ class Numbering:
     cells: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Certificate:
     """The checks of a pair.
 
@@ -108,6 +108,8 @@ class Certificate:
     def __str__(self) -> str:
         head = f"certificate of {self.kind}: {'valid' if self.valid else 'not given'}"
         return "\n".join([head, *(f"  {c.state:9} {c.name}: {c.seen}" for c in self.checks)])
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         rows = "".join(

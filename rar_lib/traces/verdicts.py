@@ -253,7 +253,7 @@ def listed(values: Iterable[int], shown: int = 6) -> str:
     return ", ".join(words[:shown]) + (f" and {len(words) - shown} more" if len(words) > shown else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What the doctor found.
 
@@ -304,6 +304,8 @@ class Report:
             lines += [f"{v.severity.upper()} {v.code}", f"  where  {v.where}", f"  seen   {v.seen}"]
             lines += [f"  cause  {v.kind.cause}", f"  do     {v.kind.do}"]
         return "\n".join(lines)
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         facts = "".join(

@@ -12,10 +12,12 @@ import pytest
 from matplotlib.colors import to_hex
 
 from rar_lib.figures import (
+    disagreement_by_layer,
     estimator_agreement,
     flip_calibration,
     flips_by_layer,
     frontier,
+    load_map,
     mismatch_by_step,
     reward_by_step,
     save_figure,
@@ -184,3 +186,28 @@ def test_agreement_stability_and_calibration_show_their_tables() -> None:
     (axes,) = flip_calibration(table).axes
     assert axes.lines[1].get_ydata().tolist() == [0.2]
     assert axes.lines[2].get_ydata().tolist() == [0.005]  # half a flip: nothing happened there
+
+
+def test_disagreement_is_flips_over_cells_with_a_band_over_sequences() -> None:
+    table = pd.DataFrame(
+        {"sequence": [0, 0, 1, 1], "layer": [2, 5, 2, 5], "flips": [1, 0, 3, 0], "cells": [10, 10, 10, 10]}
+    )
+    (axes,) = disagreement_by_layer(table).axes
+    line = axes.containers[0].lines[0]
+    assert line.get_xdata().tolist() == [2, 5]
+    assert line.get_ydata().tolist() == [0.2, 0.0]
+    low, high = axes.containers[0].lines[2][0].get_segments()[0][:, 1]
+    assert (low, high) == (pytest.approx(0.1), pytest.approx(0.3))
+    assert "n=2 sequences" in axes.texts[0].get_text()
+
+
+def test_load_is_white_at_uniform_and_grey_where_nothing_went() -> None:
+    load = np.array([[0.5, 0.25, 0.25, 0.0], [0.25, 0.25, 0.25, 0.25]])
+    figure = load_map(load, [1, 4])
+    axes = figure.axes[0]
+    (image,) = axes.images
+    values = image.get_array()
+    assert values[0, :3].tolist() == [1, 0, 0]
+    assert bool(np.ma.getmaskarray(values)[0, 3]) or np.isnan(values[0, 3])
+    assert image.norm(0) == 0.5
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["1", "4"]

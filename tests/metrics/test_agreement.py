@@ -14,6 +14,7 @@ from rar_lib.metrics.agreement import (
     agreement,
     churn_matrix,
     flip_clustering,
+    flip_counts,
     margin_auc,
     overlap,
     poisson_binomial,
@@ -171,3 +172,13 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(whole.shared, pieces.shared)
     assert pieces.scalars() == whole.scalars()
     assert np.array_equal(churn_matrix(a, b), churn)
+
+
+def test_flip_counts_by_sequence() -> None:
+    a = trace(np.concatenate([A.ids(), A.ids()]), lengths=[1, 3])
+    b = trace(np.concatenate([B.ids(), A.ids()]), lengths=[1, 3], status=[Status.RECORDED] * 3 + [Status.MISSING])
+    table = flip_counts(agreement(a, b), a)
+    assert table["sequence"].tolist() == [0, 0, 1, 1]
+    assert table["flips"].tolist() == [1, 1, 0, 0]
+    assert table["cells"].tolist() == [1, 1, 2, 2]
+    assert table["flips"].sum() == agreement(a, b).flipped.sum()

@@ -88,9 +88,10 @@ def test_the_linter_finds_each_breach() -> None:
 
 
 OWN_PARAMETERS = {
-    "01_quickstart": {"native_steps"},
-    "03_fisher_scores": set(),
-    "04_budget_frontier": {"rollouts", "budgets"},
+    "01_quickstart": {"native_steps", "runs_dir", "out_dir"},
+    "03_fisher_scores": {"runs_dir", "out_dir"},
+    "04_budget_frontier": {"rollouts", "budgets", "runs_dir", "out_dir"},
+    "06_route_doctor": {"dump", "format", "record", "kind", "vouch_for", "allow_pickle", "top", "out_dir"},
 }
 
 
@@ -99,7 +100,7 @@ def test_parameters_are_names_of_the_config(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     (cell,) = (c for c in notebook.cells if "parameters" in c.metadata.get("tags", []))
     names = {line.partition(":")[0] for line in cell.source.splitlines() if not line.startswith("#")}
-    assert names - set(FLAT_NAMES) == OWN_PARAMETERS[path.stem] | {"runs_dir", "out_dir"}
+    assert names - set(FLAT_NAMES) == OWN_PARAMETERS[path.stem]
 
 
 def smoke(name: str, folder: Path, parameters: dict[str, Any]) -> Any:
@@ -142,6 +143,47 @@ def test_scores_and_frontier_through_papermill_on_the_real_engines(tmp_path: Pat
         assert name in contrasts
     assert len(pd.read_csv(out / "contrasts_binding.csv")) == 10
     assert set(pd.read_csv(out / "verdicts.csv")["policy"]) >= {"fisher", "swap", "margin", "disagree", "uniform"}
+
+
+@pytest.mark.parametrize("dump", ["vllm_http/answers.jsonl", "xtuner/debug_rollout_0.pt"])
+def test_route_doctor_through_papermill(tmp_path: Path, dump: str) -> None:
+    import papermill
+
+    given = {"dump": dump, "allow_pickle": dump.startswith("xtuner"), "out_dir": str(tmp_path)}
+    papermill.execute_notebook(
+        ROOT / "notebooks" / "06_route_doctor.ipynb",
+        tmp_path / "done.ipynb",
+        given,
+        progress_bar=False,
+        kernel_name="python3",
+    )
+    notebook = nbformat.read(tmp_path / "done.ipynb", as_version=4)
+    assert images(notebook) == 2
+    assert "router_replay:" in printed(notebook)
+    numbers = pd.read_csv(tmp_path / "numbers.csv", index_col="number")["value"]
+    assert float(numbers["exit status"]) == 0
+    if dump.startswith("vllm"):
+        assert 0.001 < float(numbers["router_flip"]) < 0.05  # bf16 against fp32 on a real server's answers
+        extreme = pd.read_csv(tmp_path / "extreme_tokens.csv")
+        assert (extreme["delta"].abs().diff().dropna() <= 0).all()
+
+
+def test_route_doctor_stops_at_a_dead_capture(tmp_path: Path) -> None:
+    import papermill
+
+    lines = (ROOT / "data" / "traces" / "lmdeploy" / "answers.jsonl").read_text().splitlines()
+    dead = [
+        re.sub(r'("routed_experts": )\[\[.*?\]\]\]', lambda m: m[1] + re.sub(r"\d+", "0", m[0][len(m[1]) :]), line)
+        for line in lines
+    ]
+    (tmp_path / "dead.jsonl").write_text("\n".join(dead))
+    with pytest.raises(
+        papermill.PapermillExecutionError, match="CAPTURE_DEAD: must not be replayed, so nothing is compared"
+    ):
+        papermill.execute_notebook(
+            ROOT / "notebooks" / "06_route_doctor.ipynb", tmp_path / "done.ipynb", {"dump": str(tmp_path / "dead.jsonl"), "out_dir": str(tmp_path)},
+            progress_bar=False, kernel_name="python3",
+        )  # fmt: skip
 
 
 def test_quickstart_through_papermill_on_the_real_engines(tmp_path: Path) -> None:
