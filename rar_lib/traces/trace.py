@@ -207,6 +207,20 @@ class RouteTrace:
                     f"{name}: expected shape {' or '.join(map(str, shapes))} for {n} tokens, {layers} MoE layers and "
                     f"top-{k}, found {array.shape}"
                 )
+        kinds = {
+            "offsets": "i",
+            "status": "u",
+            "token_ids": "iu",
+            "policy_version": "iu",
+            "logprobs": "f",
+            "scores": "f",
+            "margins": "f",
+        }
+        for name, allowed in kinds.items():
+            array = getattr(self, name)
+            if array is not None and array.size and array.dtype.kind not in allowed:
+                what = "floats" if allowed == "f" else "integers"
+                raise TraceError(f"{name}: expected {what}, found {array.dtype}")
         if self.experts.dtype != id_dtype(header.num_experts):
             raise TraceError(
                 f"experts: expected dtype {id_dtype(header.num_experts)} for {header.num_experts} experts, "
@@ -483,4 +497,7 @@ class RouteTrace:
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.numpy()
+    try:
+        return tensor.numpy()
+    except TypeError as error:
+        raise TraceError(f"expected arrays of numpy's types, found {tensor.dtype}: {error}") from None

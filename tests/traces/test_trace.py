@@ -188,3 +188,23 @@ def test_foreign_and_broken_files_are_named(tmp_path: Path) -> None:
     save_file({"x": np.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(TraceError, match="metadata of a route trace"):
         RouteTrace.load(tmp_path / "other.safetensors")
+
+
+def test_arrays_of_other_types_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    trace = make_trace([3, 2], 8, 2)
+    path = trace.save(tmp_path / "t.safetensors")
+    with pytest.raises(TraceError, match="status: expected integers, found float32"):
+        replace(trace, status=trace.status.astype(np.float32))
+    with pytest.raises(TraceError, match="logprobs: expected floats, found int64"):
+        replace(trace, logprobs=np.zeros(5, np.int64))
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    save_file({**arrays, "logprobs": torch.zeros(5, dtype=torch.bfloat16)}, path, metadata=metadata)
+    with pytest.raises(TraceError, match="bfloat16"):
+        RouteTrace.load(path)
