@@ -341,6 +341,6 @@ def suggest(
     return Suggestion(
         {"mode": "R3", "policy": "disagree", "unit": "token_layer", "budget": f"{budget:g}"},
         f"{told}{rule}. Forcing more than these changes nothing in the old pass: a budget of {budget:g} covers them with some to spare. "
-        f"`swap` at the same budget needs no second look at the rollout's routes but a backward pass; compare both with full R3 after "
-        f"updates, where new flips appear.{gap}",
+        f"`swap` asks which of them matter and costs a backward pass more. Compare both with full R3, also after updates, where new flips "
+        f"appear.{gap}",
     )
