@@ -7,14 +7,14 @@ answers often keeps the request beside them: `{"request": ..., "response": ...}`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rar_lib.errors import TraceError
-from rar_lib.traces.wire.dump import at_the_end, integers, numbers
+from rar_lib.traces.wire.dump import Sample, at_the_end, integers, numbers
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,27 @@ def response_fields(tokens: int, prompt: int | None, logprobs: np.ndarray | None
             )
         out["logprobs"] = {"rollout": at_the_end(tokens, logprobs)}
     return out
+
+
+def samples_of(
+    records: list[tuple[str, dict[str, Any]]], routes: Callable[[Choice], tuple[np.ndarray | None, int]]
+) -> tuple[Sample, ...]:
+    """One sample a choice.
+
+    Args:
+        records: of the file.
+        routes: gives a choice's `[rows, L, K]` ids (None where it has none) and the token of the first row.
+    """
+    out = []
+    for choice in choices(records):
+        where = choice.where
+        ids, prompt = token_ids(where, choice.get("prompt_token_ids"), choice.get("token_ids"))
+        tokens, prompt = sized(choice, ids, prompt)
+        experts, first = routes(choice)
+        more = response_fields(tokens, prompt, answer_logprobs(where, choice.choice), where)
+        text = str(choice.choice.get("text") or "")
+        out.append(Sample(where, tokens, experts, first, token_ids=ids, text=text, **more))
+    return tuple(out)
 
 
 def start_of(where: str, *values: Any) -> int:

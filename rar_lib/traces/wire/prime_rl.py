@@ -22,7 +22,7 @@ from rar_lib.errors import TraceError
 from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump, Sample, integers, numbers
 from rar_lib.traces.wire.files import as_array, decode_base64
-from rar_lib.traces.wire.outputs import answer_logprobs, choices, response_fields, sized, start_of, token_ids
+from rar_lib.traces.wire.outputs import Choice, choices, samples_of, start_of
 
 FIELDS = 16  # of a micro-batch
 ROUTES = 10
@@ -61,24 +61,20 @@ def unpack(where: str, packed: Mapping[str, Any]) -> np.ndarray:
     return as_array(where, decode_base64(where, text), dtype, tuple(shape))
 
 
+def _routes(choice: Choice) -> tuple[np.ndarray | None, int]:
+    packed = choice.choice.get("routed_experts")
+    if not _packed(packed):
+        return None, 0
+    return unpack(f"{choice.where}: routed_experts", packed), start_of(choice.where, packed.get("start"))
+
+
 def read_http(content: Content) -> Dump:
-    samples = []
-    for choice in choices(content.records):
-        where = choice.where
-        ids, prompt = token_ids(where, choice.get("prompt_token_ids"), choice.get("token_ids"))
-        tokens, prompt = sized(choice, ids, prompt)
-        packed = choice.choice.get("routed_experts")
-        experts, first = None, 0
-        if _packed(packed):
-            experts = unpack(f"{where}: routed_experts", packed)
-            first = start_of(where, packed.get("start"))
-        more = response_fields(tokens, prompt, answer_logprobs(where, choice.choice), where)
-        samples.append(Sample(where, tokens, experts, first, token_ids=ids, **more))
+    samples = samples_of(content.records, _routes)
     return Dump(
         "prime-rl-http",
         "packed with shape and start, all layers",
         str(content.path),
-        tuple(samples),
+        samples,
         "all",
         content_sized=True,
     )

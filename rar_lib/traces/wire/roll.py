@@ -12,8 +12,8 @@ import numpy as np
 
 from rar_lib.errors import TraceError
 from rar_lib.traces.wire.content import Content, Reader
-from rar_lib.traces.wire.dump import Dump, Sample, field_of, integers, numbers
-from rar_lib.traces.wire.verl import proto_columns, proto_state, require_run
+from rar_lib.traces.wire.dump import Dump, Sample, field_of, numbers
+from rar_lib.traces.wire.verl import padded_routes, proto_columns, proto_state, require_run
 
 
 def claims(content: Content) -> str | None:
@@ -40,14 +40,7 @@ def read(content: Content) -> Dump:
                 raise TraceError(f"{where}: infer_logprobs: expected {mask.shape[1] - 1} values, found {len(scored)}")
             whole = np.concatenate([[np.nan], scored])[at]
             logprobs["rollout"] = np.where(inside, whole, np.nan)
-        experts = None
-        if "routed_experts" in fields:
-            experts = integers(f"{where}: routed_experts", np.asarray(fields["routed_experts"])[i], 3)
-            if len(experts) != mask.shape[1]:
-                raise TraceError(
-                    f"{where}: routed_experts: expected {mask.shape[1]} rows as the mask, found {len(experts)}"
-                )
-            experts = experts[at]
+        experts = padded_routes(where, fields, i, mask.shape[1], at)
         samples.append(
             Sample(where, len(ids), experts, token_ids=ids, prompt=prompt, response_mask=inside, logprobs=logprobs)
         )

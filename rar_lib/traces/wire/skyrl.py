@@ -19,7 +19,7 @@ from rar_lib.errors import TraceError
 from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump, Sample, at_the_end, field_of, integers, numbers
 from rar_lib.traces.wire.files import Inert, as_array, decode_base64, load_torch, plain
-from rar_lib.traces.wire.outputs import answer_logprobs, choices, response_fields, sized, token_ids
+from rar_lib.traces.wire.outputs import Choice, choices, samples_of
 from rar_lib.traces.wire.verl import require_run
 
 DTYPES = ("uint8", "int16", "uint16", "int32")
@@ -51,23 +51,15 @@ def unpack(where: str, packed: Mapping[str, Any]) -> np.ndarray:
     return as_array(where, decode_base64(where, packed["data"]), dtype, tuple(shape))
 
 
+def _routes(choice: Choice) -> tuple[np.ndarray | None, int]:
+    packed = choice.choice.get("routed_experts")
+    return (unpack(f"{choice.where}: routed_experts", packed) if _packed(packed) else None), 0
+
+
 def read_http(content: Content) -> Dump:
-    samples = []
-    for choice in choices(content.records):
-        where = choice.where
-        ids, prompt = token_ids(where, choice.get("prompt_token_ids"), choice.get("token_ids"))
-        tokens, prompt = sized(choice, ids, prompt)
-        packed = choice.choice.get("routed_experts")
-        experts = unpack(f"{where}: routed_experts", packed) if _packed(packed) else None
-        more = response_fields(tokens, prompt, answer_logprobs(where, choice.choice), where)
-        samples.append(Sample(where, tokens, experts, token_ids=ids, **more))
+    samples = samples_of(content.records, _routes)
     return Dump(
-        "skyrl-http",
-        "base64 with shape and type, all layers",
-        str(content.path),
-        tuple(samples),
-        "all",
-        content_sized=True,
+        "skyrl-http", "base64 with shape and type, all layers", str(content.path), samples, "all", content_sized=True
     )
 
 

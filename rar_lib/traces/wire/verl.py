@@ -145,19 +145,26 @@ def read_v0(content: Content) -> Dump:
         if "rollout_log_probs" in fields:
             values = numbers(f"{where}: rollout_log_probs", np.asarray(fields["rollout_log_probs"])[i][answer])
             logprobs["rollout"] = at_the_end(len(ids), values)
-        experts = None
-        if "routed_experts" in fields:
-            experts = integers(f"{where}: routed_experts", np.asarray(fields["routed_experts"])[i], 3)
-            if len(experts) != mask.shape[1]:
-                raise TraceError(
-                    f"{where}: routed_experts: expected {mask.shape[1]} rows as the mask, found {len(experts)}"
-                )
-            experts = experts[at]
+        experts = padded_routes(where, fields, i, mask.shape[1], at)
         prompt = int((at < width).sum())
         samples.append(
             Sample(where, len(ids), experts, token_ids=ids, prompt=prompt, response_mask=inside, logprobs=logprobs)
         )
     return Dump("verl-v0", "trainer V0, prompts padded left, responses right", str(content.path), tuple(samples))
+
+
+def padded_routes(where: str, fields: Mapping[str, Column], i: int, width: int, at: np.ndarray) -> np.ndarray | None:
+    """Routes of the tokens of a padded row, `[T, L, K]`, or None where the batch has none.
+
+    Raises:
+        TraceError: if the routes are of another width than the mask.
+    """
+    if "routed_experts" not in fields:
+        return None
+    experts = integers(f"{where}: routed_experts", np.asarray(fields["routed_experts"])[i], 3)
+    if len(experts) != width:
+        raise TraceError(f"{where}: routed_experts: expected {width} rows as the mask, found {len(experts)}")
+    return experts[at]
 
 
 def require_run(where: str, at: np.ndarray) -> None:

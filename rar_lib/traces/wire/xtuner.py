@@ -18,7 +18,7 @@ from rar_lib.errors import TraceError
 from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump, Sample, integers, numbers, routes
 from rar_lib.traces.wire.files import Inert, plain
-from rar_lib.traces.wire.outputs import answer_logprobs, choices, response_fields, sized, token_ids
+from rar_lib.traces.wire.outputs import Choice, choices, response_fields, samples_of, token_ids
 
 
 def _states(content: Content) -> list[tuple[str, Mapping[str, Any]]]:
@@ -106,18 +106,17 @@ def read_lists(content: Content) -> Dump:
             raise TraceError(f"{where}: expected prompt_token_ids and output_ids, found {sorted(answer)[:8]}")
         more = response_fields(len(ids), prompt, None, where)
         samples.append(Sample(where, len(ids), routes(f"{where}: routed_experts", routed), token_ids=ids, **more))
-    for choice in choices(content.records):
-        where, routed = choice.where, choice.choice.get("routed_experts")
-        if isinstance(routed, str):
-            raise TraceError(
-                f"{where}: routed_experts is a key into LMDeploy's shared store, not the routes: {routed[:16]}..."
-            )
-        ids, prompt = token_ids(where, choice.get("prompt_token_ids"), choice.get("token_ids"))
-        tokens, prompt = sized(choice, ids, prompt)
-        experts = routes(f"{where}: routed_experts", routed)
-        more = response_fields(tokens, prompt, answer_logprobs(where, choice.choice), where)
-        samples.append(Sample(where, tokens, experts, token_ids=ids, **more))
+    samples += samples_of(content.records, _listed)
     return Dump("lmdeploy", "nested lists, all layers", str(content.path), tuple(samples), "all")
+
+
+def _listed(choice: Choice) -> tuple[np.ndarray | None, int]:
+    routed = choice.choice.get("routed_experts")
+    if isinstance(routed, str):
+        raise TraceError(
+            f"{choice.where}: routed_experts is a key into LMDeploy's shared store, not the routes: {routed[:16]}..."
+        )
+    return routes(f"{choice.where}: routed_experts", routed), 0
 
 
 READERS = (
