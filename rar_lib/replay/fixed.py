@@ -106,7 +106,7 @@ def execute(plan: ReplayPlan, world: World) -> np.ndarray:
     out = native.experts.astype(np.int64)
     for layer in range(trace.header.num_layers):
         recorded, live = (torch.from_numpy(t.experts[:, layer].astype(np.int64)) for t in (trace, native))
-        recorded = torch.where(torch.from_numpy(trace.recorded[:, layer, None]), recorded, -1)
+        recorded = torch.where(torch.from_numpy(trace.recorded[:, layer].copy())[:, None], recorded, -1)
         planned, scores = torch.from_numpy(plan.planned[:, layer]), torch.from_numpy(world.made.scores[:, layer])
         if plan.bias is None:
             used = resolve(recorded, planned, scores, live)

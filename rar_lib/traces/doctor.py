@@ -93,7 +93,7 @@ def _trace_report(name: str, trace: RouteTrace, shape: ModelShape | None) -> Rep
             verdict("LAYERS_MISMATCH", "header", f"{header.num_experts} experts, the model has {shape.num_experts}")
         )
     if trace.logprobs is not None:
-        found += _wild("rollout" if header.source == "rollout" else header.source, [(name, np.asarray(trace.logprobs))])
+        found += _wild(header.source, [(name, np.asarray(trace.logprobs))])
     tally = Tally(header.moe_layers, header.top_k, experts)
     recorded = trace.recorded
     written_over = 0

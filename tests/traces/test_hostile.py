@@ -26,7 +26,8 @@ from rar_lib.traces.trace import RouteTrace
 from rar_lib.traces.verdicts import KINDS
 from rar_lib.traces.wire import read_dump, read_trace
 from rar_lib.traces.wire.content import _check_msgpack
-from rar_lib.traces.wire.files import Inert, load_pickle, load_torch, parse_npy
+from rar_lib.traces.wire.files import parse_npy
+from rar_lib.traces.wire.pickles import Inert, load_pickle, load_torch
 from tests.traces import writers
 from tests.traces.writers import LAYOUTS, make_batch
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from rar_lib.errors import TraceError
 from rar_lib.traces.wire.dump import Dump, ReadOptions
-from rar_lib.traces.wire.files import load_pickle, load_torch, parse_json, parse_jsonl, parse_npy, read_bytes
+from rar_lib.traces.wire.files import parse_json, parse_jsonl, parse_npy, read_bytes
+from rar_lib.traces.wire.pickles import load_pickle, load_torch
 
 ContainerKind = Literal["safetensors", "torch", "pickle", "npy", "msgpack", "json", "jsonl", "text"]
 

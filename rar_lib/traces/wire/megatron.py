@@ -22,7 +22,7 @@ import numpy as np
 from rar_lib.errors import TraceError, UndecidedError
 from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump, Sample, field_of, integers
-from rar_lib.traces.wire.files import plain
+from rar_lib.traces.wire.pickles import plain
 
 
 def claims_recorded(content: Content) -> str | None:

@@ -18,8 +18,9 @@ import numpy as np
 from rar_lib.errors import TraceError
 from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump, Sample, at_the_end, field_of, integers, numbers
-from rar_lib.traces.wire.files import Inert, as_array, decode_base64, load_torch, plain
+from rar_lib.traces.wire.files import as_array, decode_base64
 from rar_lib.traces.wire.outputs import Choice, choices, samples_of
+from rar_lib.traces.wire.pickles import Inert, load_torch, plain
 from rar_lib.traces.wire.verl import require_run
 
 DTYPES = ("uint8", "int16", "uint16", "int32")

@@ -18,7 +18,7 @@ from rar_lib.errors import TraceError
 from rar_lib.traces.verdicts import Verdict, verdict
 from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump, Sample, at_the_end, field_of, integers, numbers, routes
-from rar_lib.traces.wire.files import plain
+from rar_lib.traces.wire.pickles import plain
 
 
 def _samples(content: Content) -> list[Mapping[str, Any]]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rar_lib.errors import TraceError
-from rar_lib.traces.wire.files import Inert, plain, tensor_array
+from rar_lib.traces.wire.pickles import Inert, plain, tensor_array
 
 Column = Any  # an array [B, ...], or a list of one value a row
 

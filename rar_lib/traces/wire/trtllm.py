@@ -14,7 +14,7 @@ import numpy as np
 
 from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump
-from rar_lib.traces.wire.files import plain
+from rar_lib.traces.wire.pickles import plain
 from rar_lib.traces.wire.vllm import _dump
 
 

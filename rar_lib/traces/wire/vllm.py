@@ -21,8 +21,9 @@ import numpy as np
 from rar_lib.errors import TraceError
 from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump, Sample, integers, numbers, routes
-from rar_lib.traces.wire.files import decode_base64, parse_npy, plain
+from rar_lib.traces.wire.files import decode_base64, parse_npy
 from rar_lib.traces.wire.outputs import answer_logprobs, choices, response_fields, sized, start_of, token_ids
+from rar_lib.traces.wire.pickles import plain
 from rar_lib.traces.wire.segments import join_interrupted
 
 NPY = "k05VTVBZ"  # base64 of the first bytes of an .npy stream

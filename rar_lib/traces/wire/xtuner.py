@@ -17,8 +17,8 @@ import numpy as np
 from rar_lib.errors import TraceError
 from rar_lib.traces.wire.content import Content, Reader
 from rar_lib.traces.wire.dump import Dump, Sample, integers, numbers, routes
-from rar_lib.traces.wire.files import Inert, plain
 from rar_lib.traces.wire.outputs import Choice, choices, response_fields, samples_of, token_ids
+from rar_lib.traces.wire.pickles import Inert, plain
 
 
 def _states(content: Content) -> list[tuple[str, Mapping[str, Any]]]:
