@@ -468,8 +468,10 @@ def test_a_resumed_generation_is_joined() -> None:
     known = trace.recorded
     assert np.array_equal(trace.ids()[known], made.trace().ids()[known])
     other = replace(whole, versions=np.full(12, 3), experts=np.roll(rows, 1, 0)[6:])
-    _, notes = join_segments([first, other], "one")
+    kept, notes = join_segments([first, other], "one")
     assert [n.code for n in notes] == ["SEGMENTS_DISAGREE"]
+    assert kept.experts is not None
+    assert np.array_equal(kept.experts[6], rows[6])  # the first chose the token that follows
     with pytest.raises(TraceError, match="expected the first 8 tokens of second"):
         join_segments([replace(first, token_ids=ids[:8] + 1), whole])
 

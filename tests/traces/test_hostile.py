@@ -257,6 +257,26 @@ def test_messages_carry_line_and_offset(tmp_path: Path) -> None:
         load_torch("x", b"PK\x03\x04")
 
 
+@pytest.mark.parametrize(("leaf", "message"), [
+    (("torch.int64", [2, 3], 0, 24, 0), r"shape \[2, 3\] of torch.int64 does not fit bytes 0 to 24"),
+    (("torch.int64", [2, 3], 0, 4096, 0), "bytes 0 to 4096 of torch.int64 lie outside the 64 stored"),
+    (("torch.os", [1], 0, 8, 0), "bytes 0 to 8 of torch.os lie outside"),
+    (("torch.uint8", [-1], 0, 8, 0), "lie outside"),
+])  # fmt: skip
+def test_ranges_of_a_consolidated_batch_are_checked(tmp_path: Path, leaf: Any, message: str) -> None:
+    class FalseRanges(writers.Consolidated):
+        def __reduce__(self) -> Any:
+            call, (metadata, storage) = super().__reduce__()
+            return call, ({**metadata, "leaves": {"attention_mask": leaf}}, storage)
+
+    with writers.tensordict_there(), writers.placed({"verl.protocol": (writers.DataProto,)}):
+        stream = io.BytesIO()
+        torch.save(FalseRanges({"a": torch.zeros(8, dtype=torch.int64)}, 2), stream)
+        (tmp_path / "g.dp").write_bytes(pickle.dumps(writers.DataProto((stream.getvalue(), {}, {}))))
+    with pytest.raises(TraceError, match=message):
+        read_dump(tmp_path / "g.dp", allow_pickle=True)
+
+
 def test_two_readings_are_refused_and_named(tmp_path: Path) -> None:
     np.save(tmp_path / "routes.npy", np.zeros((3, 4, 4), np.uint8))
     with pytest.raises(TraceError, match="a npy file that no reader recognises; known are rar, verl"):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rar_lib.errors import TraceError
 from rar_lib.traces.trace import RouteTrace
-from rar_lib.traces.wire import read_trace
+from rar_lib.traces.wire import read_dump, read_trace
+from tests.traces import writers
 from tests.traces.writers import LAYOUTS, Batch, Layout, make_batch
 
 DENSE_FIRST, ALTERNATING, EVERY = (4, (1, 2, 3)), (4, (1, 3)), (2, (0, 1))
@@ -50,6 +54,77 @@ def test_written_then_read_is_equal(name: str, layers: int, moe: tuple[int, ...]
     for number, (e, k) in enumerate(SIZES):
         batch = make_batch(e, k, layers, moe, [(3, 4), (1, 1), (5, 2), (1, 6)], seed=number)
         check(layout, batch, read(layout, batch, tmp_path))
+
+
+WITHOUT_LOGPROBS = {"verl_r2", "nemo_lists", "nemo_strings", "megatron", "tracer"}
+VERSIONED = {"verl", "slime", "slime_030", "slime_020", "sglang", "sglang_typed", "xtuner"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_log_probs_masks_and_versions_lie_on_their_tokens(name: str, tmp_path: Path) -> None:
+    layout, batch = LAYOUTS[name], make_batch(64, 4, *DENSE_FIRST, [(3, 4), (6, 1), (1, 6), (4, 3)])
+    path = layout.write(batch, tmp_path / layout.name)
+    dump = read_dump(path, model=batch.model, **layout.options)
+    assert len(dump.samples) == 4
+    for sample, item in zip(dump.samples, batch.items, strict=True):
+        p = len(item.prompt)
+        if layout.ids:
+            assert sample.token_ids is not None
+            assert sample.token_ids.tolist() == item.ids
+        if layout.ids and name != "megatron":
+            assert sample.prompt == p
+            assert sample.response_mask is not None
+            assert np.flatnonzero(sample.response_mask).tolist() == list(range(p, len(item.ids)))
+        assert ("rollout" in sample.logprobs) == (name not in WITHOUT_LOGPROBS)
+        if name not in WITHOUT_LOGPROBS:
+            assert sample.logprobs["rollout"][p:] == pytest.approx(item.logprobs, rel=1e-6)
+            assert np.isnan(sample.logprobs["rollout"][:p]).all()
+        assert (sample.versions is not None) == (name in VERSIONED)
+        if sample.versions is not None:
+            assert set(sample.versions.tolist()) == {3}
+
+
+def test_versions_of_single_tokens(tmp_path: Path) -> None:
+    """XTuner names the step of every sampled token, SGLang spans of them; the prompt has the first one's."""
+    batch = make_batch(64, 4, *DENSE_FIRST, [(3, 4)])
+    item = batch.items[0]
+    state = writers.RolloutState(
+        prompt_ids=item.prompt, response_ids=item.answer, response_model_steps=[5, 5, 6, 7], routed_experts=None
+    )
+    with writers.placed({"xtuner.v1.data_proto.rl_data": (writers.RolloutState,)}):
+        torch.save([[state]], tmp_path / "x.pt")
+    (sample,) = read_dump(tmp_path / "x.pt", allow_pickle=True).samples
+    assert sample.versions is not None
+    assert sample.versions.tolist() == [5, 5, 5, 5, 5, 6, 7]
+    spans = [{"version": "5", "start": 0, "end": 2}, {"version": "6", "start": 2, "end": 4}]
+    routes = writers.b64(batch.all_layers(item).astype("<i4"))
+    answer = writers._sglang(item, routed_experts=routes, weight_versions=spans)
+    (sample,) = read_dump(writers.jsonl(tmp_path / "s.jsonl", [answer]), model=batch.model).samples
+    assert sample.versions is not None
+    assert sample.versions.tolist() == [5, 5, 5, 5, 5, 6, 6]
+    spans[1]["end"] = 9
+    with pytest.raises(TraceError, match="lies outside 4 sampled tokens"):
+        read_dump(writers.jsonl(tmp_path / "s.jsonl", [answer]), model=batch.model)
+
+
+def test_masks_with_holes(tmp_path: Path) -> None:
+    """Tool tokens in an answer: masked out where the producer says so, whatever side is padded."""
+    batch = make_batch(64, 4, *DENSE_FIRST, [(3, 5), (5, 3)])
+    holes = {0: [1, 2], 1: [0]}
+    fields, _, _ = writers._padded(batch)
+    entries = {}
+    for i, gone in holes.items():
+        fields["response_mask"][i, gone] = 0
+    for key, value in fields.items():
+        kind = str(torch.from_numpy(value).dtype).removeprefix("torch.")
+        entries[key] = (kind, value.shape, np.frombuffer(value.tobytes(), np.uint8))
+    with writers.placed({"verl.protocol": (writers.DataProto,)}):
+        (tmp_path / "g.dp").write_bytes(pickle.dumps(writers.DataProto((((2,), None, entries), {}, {}))))
+    found = read_dump(tmp_path / "g.dp", model=batch.model, allow_pickle=True).samples
+    for sample, item, gone in zip(found, batch.items, holes.values(), strict=True):
+        assert sample.response_mask is not None
+        expected = [len(item.prompt) + t for t in range(len(item.answer)) if t not in gone]
+        assert np.flatnonzero(sample.response_mask).tolist() == expected
 
 
 lengths = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=4).filter(
