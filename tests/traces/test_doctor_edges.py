@@ -48,6 +48,14 @@ def test_skewed_routers_with_sorted_rows_are_clean(e: int, k: int, layers: int) 
     assert examine(own(np.sort(skewed(e, k, layers), -1), e)).codes == ()
 
 
+def test_routers_that_like_the_first_experts_are_not_filler() -> None:
+    rng = np.random.default_rng(0)
+    prior = np.where(np.arange(8) < 2, 3.0, 0.0)
+    ids = np.sort(np.argsort(-(prior + rng.gumbel(size=(20_000, 10, 8))), -1)[..., :2], -1)
+    assert (ids == [0, 1]).all((-1, -2)).sum() > 20  # whole rows of 0, 1 by choice
+    assert examine(own(ids, 8)).codes == ()
+
+
 def test_every_expert_every_time_is_clean() -> None:
     assert examine(own(np.tile(np.arange(8), (3000, 4, 1)), 8)).codes == ()
 
@@ -87,6 +95,20 @@ def test_one_collapsed_layer_is_a_warning_however_it_orders_its_slots() -> None:
 
 
 # ---------------------------------------------------------------- damage that looks sound
+
+
+def test_a_gap_over_the_end_of_the_prompt_is_both() -> None:
+    made = batch()
+
+    def lose(rows: np.ndarray, i: int) -> np.ndarray:
+        if i == 1:
+            rows[: len(made.items[1].prompt) + 3] = 0
+        return rows
+
+    report = examine(dump(made, lose), model=MODEL)
+    assert report.codes == ("PROMPT_MISSING", "ROWS_MISSING")
+    assert of(report, "PROMPT_MISSING").cells == len(made.items[1].prompt)
+    assert of(report, "ROWS_MISSING").cells == 3
 
 
 def test_zero_rows_that_a_trace_calls_recorded() -> None:
