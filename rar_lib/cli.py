@@ -4,7 +4,9 @@ standard error."""
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from json import dumps as to_json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -87,10 +89,16 @@ def doctor(
     """Is this record of routes sound? Exit status: 0 clean, 1 warnings, 2 must not be replayed."""
     from rar_lib.diagnosis import diagnose
 
-    found = diagnose(
-        file, format, model=model, payload_layers=layers, batch_size=batch_size, allow_pickle=allow_pickle, against=against, kind=kind,
-        asserting=asserting,
-    )  # fmt: skip
+    try:
+        found = diagnose(
+            file, format, model=model, payload_layers=layers, batch_size=batch_size, allow_pickle=allow_pickle, against=against, kind=kind,
+            asserting=asserting,
+        )  # fmt: skip
+    except RarError as error:
+        if not json:
+            raise
+        print(to_json({"source": str(file), "status": 2, "summary": "not read", "error": str(error)}))
+        sys.exit(2)
     print(found.to_json() if json else found)
     sys.exit(found.exit_status)
 
@@ -115,6 +123,10 @@ def record(
     """Route the tokens of a file through your own model: the training side of a comparison."""
     from rar_lib.retrace import record_file
 
+    if out.suffix != ".safetensors" or out.is_dir() or not out.absolute().parent.is_dir():
+        raise ConfigError(f"out: expected a .safetensors file in a folder that is there, found {out}")
+    if not model.is_dir():
+        raise ConfigError(f"model: expected the folder of a checkpoint, whose weights are run, found {model}")
     trace = record_file(
         file, model, engine=engine, dtype=dtype, format=format, allow_pickle=allow_pickle, source=source, version=version,
         batch_size=batch_size, scores=scores,
@@ -163,6 +175,9 @@ def main() -> None:
     except RarError as error:
         print(f"rar: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # the reader of a pipe had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
         print("rar: interrupted; start it again to continue from the last checkpoint", file=sys.stderr)
         sys.exit(130)

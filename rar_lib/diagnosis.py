@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,15 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from rar_lib.errors import TraceError
+from rar_lib.errors import RarError, TraceError, UndecidedError
 from rar_lib.metrics.agreement import margin_auc
 from rar_lib.metrics.mismatch import mismatch
-from rar_lib.traces.certificate import ComparisonKind
+from rar_lib.traces.certificate import ComparisonKind, align
 from rar_lib.traces.compare import Comparison, compare
 from rar_lib.traces.doctor import examine
 from rar_lib.traces.layers import ModelShape
 from rar_lib.traces.trace import RouteTrace
-from rar_lib.traces.verdicts import Report
+from rar_lib.traces.verdicts import Report, Verdict, verdict
 from rar_lib.traces.wire import OWN, detect, read_content
 from rar_lib.traces.wire.content import Content
 from rar_lib.traces.wire.convert import to_trace
@@ -181,6 +181,28 @@ def find_dump(name: str | Path) -> Path:
     raise TraceError(f"expected a dump at {' or '.join(map(str, places))}")
 
 
+def find_model(name: str | Path) -> Path:
+    """A model's `config.json`, a checkpoint folder, or the name of a shipped checkpoint; relative to the working folder.
+
+    Raises:
+        ConfigError: if none of these is there.
+    """
+    from rar_lib.checkpoint import resolve_checkpoint
+
+    return Path(name) if Path(name).is_file() else Path(os.path.relpath(resolve_checkpoint(str(name))))
+
+
+def decoder(model: Path) -> Callable[[Sequence[int]], str]:
+    """Turns token ids into text with a checkpoint's tokenizer; into numbers where there is none."""
+    try:
+        from rar_lib.checkpoint import load_tokenizer
+
+        decode: Callable[[Sequence[int]], str] = load_tokenizer(model).decode
+    except (ImportError, OSError, ValueError, RarError):
+        return lambda ids: " ".join(map(str, ids))
+    return decode
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
@@ -209,22 +231,23 @@ def diagnose(
     layers = None if payload_layers is None else tuple(payload_layers)
     options = ReadOptions(shape, layers, batch_size, allow_pickle)
     source = _open(file, format, options)
-    report = examine(file if source is None else source, format, model=shape, payload_layers=layers, name=str(file))
+    how: dict[str, Any] = {"model": shape, "batch_size": batch_size, "allow_pickle": allow_pickle}
+    report = examine(file if source is None else source, format, payload_layers=layers, name=str(file), **how)
     unfit = any(v.code.startswith("LOGPROBS_") for v in report.verdicts)
     numbers = dump_mismatch(source) if isinstance(source, Dump) and not unfit else {}
+    without = Diagnosis(report, numbers, None, suggest(report, None, numbers))
     if against is None or source is None or report.exit_status == 2:
-        return Diagnosis(report, numbers, None, suggest(report, None, numbers))
+        return without
     name = "trace in memory" if isinstance(against, RouteTrace) else str(against)
     second = against if isinstance(against, RouteTrace) else _open(against, "auto", options)
-    beside = examine(
-        name if second is None else second, model=shape, batch_size=batch_size, allow_pickle=allow_pickle, name=name
-    )
-    theirs = tuple(replace(v, where=f"second record, {v.where}") for v in beside.verdicts)
-    report = Report(report.source, report.facts, (*report.verdicts, *theirs))
-    if beside.exit_status == 2 or second is None:
-        return Diagnosis(report, numbers, None, suggest(report, None, numbers))
-    other = _as_trace(second, shape, None)
-    mine = _as_trace(source, shape, layers)
+    beside = examine(name if second is None else second, name=name, **how)
+    found = [replace(v, where=f"second record, {v.where}") for v in beside.verdicts]
+    pair, problems = _pair(source, second, shape, layers)
+    found += problems
+    report = Report(report.source, report.facts, (*report.verdicts, *found))
+    if beside.exit_status == 2 or pair is None:
+        return replace(without, report=report, suggestion=suggest(report, None, numbers))
+    mine, other = pair
     compared = compare(mine, other, kind, asserting=asserting)
     report = Report(report.source, report.facts, (*report.verdicts, *compared.verdicts))
     if compared.certificate.valid and not any(v.code.startswith("LOGPROBS_") for v in report.verdicts):
@@ -249,8 +272,30 @@ def _require(file: str | Path, options: ReadOptions, format: str = "auto") -> Du
     return RouteTrace.load(file) if name == OWN else read_content(content, name)
 
 
-def _as_trace(source: Dump | RouteTrace, shape: ModelShape | None, layers: tuple[int, ...] | None) -> RouteTrace:
-    return source if isinstance(source, RouteTrace) else to_trace(source, shape, layers)
+def _pair(
+    source: Dump | RouteTrace,
+    second: Dump | RouteTrace | None,
+    shape: ModelShape | None,
+    layers: tuple[int, ...] | None,
+) -> tuple[tuple[RouteTrace, RouteTrace] | None, list[Verdict]]:
+    """Both records as traces, the second in the order of the first; or what is in the way."""
+    if second is None:
+        return None, []
+    traces = []
+    for record, numbers, where in ((source, layers, "first record"), (second, None, "second record")):
+        try:
+            traces.append(record if isinstance(record, RouteTrace) else to_trace(record, shape, numbers))
+        except TraceError as error:
+            code = "UNDECIDED" if isinstance(error, UndecidedError) else "UNREADABLE"
+            return None, [verdict(code, f"{where}, {getattr(record, 'path', '')}", str(error))]
+    mine, other = traces
+    same = mine.token_digest is None or other.token_digest is None or mine.token_digest == other.token_digest
+    if same or mine.num_sequences != other.num_sequences:
+        return (mine, other), []
+    try:
+        return (mine, align(mine, other)), [verdict("REORDERED", "second record", f"{other.num_sequences} sequences")]
+    except TraceError:
+        return (mine, other), []  # other tokens: the certificate says so
 
 
 def dump_mismatch(dump: Dump) -> dict[str, float | None]:
@@ -296,11 +341,15 @@ def suggest(
         numbers: log-prob mismatch, for the reason.
         auc: of small margins against flips, where margins are known.
     """
+    if report.summary == "not read":
+        return Suggestion(None, "the file was not read, so nothing is known of the capture")
     if report.exit_status == 2:
         return Suggestion(
             None,
             f"mend the capture first: {', '.join(dict.fromkeys(v.code for v in report.verdicts if v.severity == 'error'))}",
         )
+    if comparison is None and report.facts.get("routes") == "none":
+        return Suggestion(None, "this file holds log-probs and no routes; bring the dump that has them")
     if comparison is None:
         return Suggestion(
             None, "one record says nothing about disagreement: record the same tokens on the training side (rar record) and compare "
@@ -342,5 +391,5 @@ def suggest(
         {"mode": "R3", "policy": "disagree", "unit": "token_layer", "budget": f"{budget:g}"},
         f"{told}{rule}. Forcing more than these changes nothing in the old pass: a budget of {budget:g} covers them with some to spare. "
         f"`swap` asks which of them matter and costs a backward pass more. Compare both with full R3, also after updates, where new flips "
-        f"appear.{gap}",
+        f"appear. Where a framework knows full replay only (verl, slime), that is mode R3.{gap}",
     )

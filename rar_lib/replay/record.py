@@ -85,7 +85,10 @@ class Recording:
         ones, which follow in the trace. Lengths come from `attention_mask` (left or right padding; none: no padding).
         """
         if not self._inputs:
-            raise ReplayError("no forward with input_ids was seen; use take() for models that are called otherwise")
+            raise ReplayError(
+                "no forward with input_ids was seen since the last trace(), which takes what was recorded; use take() for models that are called "
+                "otherwise"
+            )
         header = self.header.model_copy(update={"source": source, "model_id": model_id})
         starts = [i for i, (_, _, goes_on) in enumerate(self._inputs) if not goes_on]
         pieces = []

@@ -141,14 +141,14 @@ def certify(
     unknown = set(asserting) - {"tokens", "numbering", "weights", "engines"}
     if unknown:
         raise TraceError(f"asserting: expected some of tokens, numbering, weights, engines, found {sorted(unknown)}")
-    checks = [_tokens(a, b), _layers(a, b)]
-    numbering: tuple[Numbering, ...] = ()
     same_sizes = np.array_equal(a.lengths, b.lengths)
+    checks = [_tokens(a, b), _layers(a, b, same_sizes)]
+    numbering: tuple[Numbering, ...] = ()
     if checks[1].state == "proven" and same_sizes:
         numbering = infer_numbering(a, b, tokens)
         checks += [_rows(a, b), _numbering(numbering, a.header.top_k / a.header.num_experts)]
     else:
-        checks.append(Check("numbering", "failed", "cannot be looked at: other layers or lengths"))
+        checks.append(Check("numbering", "unproven", "not looked at: other layers or lengths"))
     checks += [_weights(a, b, kind), _engines(a, b, kind)]
     vouched = tuple(
         Check(c.name, "asserted", f"by the caller; the records: {c.seen}")
@@ -162,7 +162,11 @@ def certify(
 def _tokens(a: RouteTrace, b: RouteTrace) -> Check:
     if not np.array_equal(a.lengths, b.lengths):
         if sorted(a.lengths.tolist()) == sorted(b.lengths.tolist()):
-            return Check("tokens", "failed", "the same lengths in another order; align(a, b) first")
+            return Check(
+                "tokens",
+                "failed",
+                "the same lengths in another order; match them by token ids first (traces.certificate.align)",
+            )
         return Check(
             "tokens",
             "failed",
@@ -182,7 +186,7 @@ def _tokens(a: RouteTrace, b: RouteTrace) -> Check:
     return Check("tokens", "proven", f"digest {a.token_digest[:12]} of {a.num_tokens} tokens on both sides")
 
 
-def _layers(a: RouteTrace, b: RouteTrace) -> Check:
+def _layers(a: RouteTrace, b: RouteTrace, same_sizes: bool) -> Check:
     left, right = a.header, b.header
     for name, x, y in (
         ("MoE layers", listed(left.moe_layers), listed(right.moe_layers)),
@@ -191,7 +195,34 @@ def _layers(a: RouteTrace, b: RouteTrace) -> Check:
     ):
         if x != y:
             return Check("layers", "failed", f"{name}: {x} against {y}")
-    return Check("layers", "proven", f"layers {listed(left.moe_layers)}, top-{left.top_k} of {left.num_experts}")
+    moved = _moved_layers(a, b) if same_sizes else {}
+    if moved:
+        told = ", ".join(f"{left.moe_layers[i]} is {left.moe_layers[j]}" for i, j in list(moved.items())[:4])
+        return Check("layers", "failed", f"the layer axis is in another order: the second record's layer {told}")
+    return Check(
+        "layers",
+        "proven",
+        f"layers {listed(left.moe_layers)}, top-{left.top_k} of {left.num_experts}, each agrees best with itself",
+    )
+
+
+def _moved_layers(a: RouteTrace, b: RouteTrace, tokens: int = 512) -> dict[int, int]:
+    """Layers of A that agree far better with another layer of B, by position."""
+    both = np.flatnonzero(a.recorded.all(-1) & b.recorded.all(-1))
+    rows = both[np.unique(np.linspace(0, max(len(both) - 1, 0), min(tokens, len(both))).astype(int))]
+    if len(rows) < 16:
+        return {}
+    ids_a, ids_b, k, layers = a.experts[rows], b.experts[rows], a.header.top_k, a.header.num_layers
+    out = {}
+    for i in range(layers):
+        here = overlap(ids_a[:, i], ids_b[:, i]).mean() / k
+        if here > 0.9:
+            continue
+        others = np.array([overlap(ids_a[:, i], ids_b[:, j]).mean() / k for j in range(layers)])
+        best = int(others.argmax())
+        if best != i and others[best] - here > SHIFT_GAIN * (1 - here):
+            out[i] = best
+    return out
 
 
 def co_assignment(ids_a: np.ndarray, ids_b: np.ndarray, num_experts: int) -> np.ndarray:
@@ -246,7 +277,8 @@ def _numbering(layers: tuple[Numbering, ...], chance: float) -> Check:
         if ambiguous
         else ""
     )
-    relabelled = [n for n in known if n.moved]
+    related = chance + 0.5 * (1 - chance)
+    relabelled = [n for n in known if n.moved and n.matched >= related]
     if relabelled:
         n = max(relabelled, key=lambda n: n.matched - n.overlap)
         pairs = ", ".join(f"{e} is {int(n.mapping[e])}" for e in n.moved[:4])
@@ -255,7 +287,6 @@ def _numbering(layers: tuple[Numbering, ...], chance: float) -> Check:
             f"layers {listed(x.layer for x in relabelled)} agree better under another numbering ({n.matched:.3f} against {n.overlap:.3f} in layer "
             f"{n.layer}: {pairs}{' and more' if len(n.moved) > 4 else ''}){told}",
         )  # fmt: skip
-    related = chance + 0.5 * (1 - chance)
     loose = [n for n in known if n.overlap < related]
     if loose:
         return Check(
@@ -315,9 +346,14 @@ def _weights(a: RouteTrace, b: RouteTrace, kind: ComparisonKind) -> Check:
     left, right = a.policy_version, b.policy_version
     names = {header.model_id for header in (a.header, b.header) if header.model_id}
     if left is None or right is None:
-        return Check("weights", "unproven", "a side carries no weight versions")
+        sides = " and ".join(name for name, side in (("first", left), ("second", right)) if side is None)
+        return Check(
+            "weights",
+            "unproven",
+            f"the {sides} record carries no weight versions (rar record --version gives them to your own)",
+        )
     if left.shape != right.shape:
-        return Check("weights", "failed", "cannot be looked at: other lengths")
+        return Check("weights", "unproven", "not looked at: other lengths")
     equal = left == right
     if kind == "mismatch" and not equal.all():
         return Check(

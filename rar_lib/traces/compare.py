@@ -16,7 +16,7 @@ from rar_lib.metrics.agreement import Agreement, agreement
 from rar_lib.metrics.load import load_shift
 from rar_lib.traces.certificate import Certificate, ComparisonKind, certify
 from rar_lib.traces.trace import RouteTrace
-from rar_lib.traces.verdicts import Severity, Verdict, verdict
+from rar_lib.traces.verdicts import Verdict, verdict
 
 OUTLIER_RATE = 0.2  # how far above the other layers' median a layer's flip rate must lie
 OUTLIER_FACTOR = 5.0
@@ -62,9 +62,8 @@ def compare(
         found += [verdict("ROWS_SHIFTED", "the pair", c.seen) for c in shifted] or _outliers(a, result)
     if not certificate.valid:
         missing = [c for c in certificate.checks if c.state in ("unproven", "failed")]
-        severity: Severity | None = None if any(c.state == "failed" for c in missing) else "warning"
         seen = "; ".join(f"{c.name} {c.state}: {c.seen}" for c in missing)
-        found.insert(0, verdict("NOT_COMPARABLE", f"certificate of {kind}", seen, severity=severity))
+        found.insert(0, verdict("NOT_COMPARABLE", f"certificate of {kind}", seen))
         return Comparison(certificate, None, tuple(found), None)
     assert result is not None
     return Comparison(certificate, result, tuple(found), _by_layer(a, b, result))

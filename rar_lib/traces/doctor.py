@@ -24,11 +24,11 @@ from rar_lib.traces.scan import are_probabilities, scan
 from rar_lib.traces.siblings import Member, prefix_verdicts, repeated_verdicts
 from rar_lib.traces.tally import Tally
 from rar_lib.traces.trace import RouteTrace, Status
-from rar_lib.traces.verdicts import Report, Verdict, listed, verdict
+from rar_lib.traces.verdicts import Report, Verdict, listed, merged, verdict
 from rar_lib.traces.wire import OWN, detect, read_content
 from rar_lib.traces.wire.content import Content
 from rar_lib.traces.wire.convert import POSITIVE, Placed, place, positions
-from rar_lib.traces.wire.dump import Dump, ReadOptions
+from rar_lib.traces.wire.dump import Dump, ReadOptions, Sample
 
 
 def examine(
@@ -169,7 +169,9 @@ def _dump_report(dump: Dump, shape: ModelShape | None, payload_layers: tuple[int
     facts = dump.facts()
     routed = dump.with_routes()
     if not routed:
-        return Report(dump.path, {**facts, **_logprob_facts(dump)}, (*found, *_versions(dump)))
+        if dump.routes_expected and any(sample.tokens > 1 for sample in dump.samples):
+            found.append(verdict("NO_ROUTES", dump.path, f"none of {len(dump.samples)} samples carries routes"))
+        return Report(dump.path, {**facts, **_logprob_facts(dump)}, (*merged(found), *_versions(dump)))
     axes = {experts.shape[1] for _, _, experts in routed}
     numbers, layout = _layers(dump, shape, payload_layers, max(axes))
     if isinstance(layout, Verdict) or len(axes) > 1:
@@ -197,6 +199,8 @@ def _dump_report(dump: Dump, shape: ModelShape | None, payload_layers: tuple[int
     for i, sample, _ in routed:
         put = place(sample, i, layout, top_k, experts, dump.content_sized)
         placed[i] = put
+        if put.problem is not None and put.problem.code != "ID_WRAPPED":
+            tally.unplaced += max(sample.tokens - 1, 0) * len(layout)
         if put.problem is not None:
             (wrapped if put.problem.code == "ID_WRAPPED" else found).append(put.problem)
             if put.problem.code != "ID_WRAPPED":
@@ -215,6 +219,9 @@ def _dump_report(dump: Dump, shape: ModelShape | None, payload_layers: tuple[int
         )
     found += tally.verdicts()
     empty = [i for i, sample in enumerate(dump.samples) if sample.experts is None and sample.tokens > 1]
+    tally.unplaced += sum((dump.samples[i].tokens - 1) * len(layout) for i in empty)
+    if shape is not None and dump.dense_rows == "zeros" and not tally.dead:
+        found += _dense_layers(routed, layout, shape)
     if empty:
         found.append(
             verdict(
@@ -246,7 +253,26 @@ def _dump_report(dump: Dump, shape: ModelShape | None, payload_layers: tuple[int
             verdict("SCORES_ARE_PROBABILITIES", f"{len(scored)} samples", "every row is non-negative and sums to 1")
         )
     without = {"samples without routes": len(empty)}
-    return Report(dump.path, {**facts, **tally.facts(), **without, **_logprob_facts(dump)}, tuple(found))
+    return Report(dump.path, {**facts, **tally.facts(), **without, **_logprob_facts(dump)}, tuple(merged(found)))
+
+
+def _dense_layers(
+    routed: list[tuple[int, Sample, np.ndarray]], layout: tuple[int, ...], shape: ModelShape
+) -> list[Verdict]:
+    """Positions that the config calls dense, and that hold routes all the same."""
+    length = routed[0][2].shape[1]
+    others = [p for p in range(length) if p not in layout]
+    if not others:
+        return []
+    written, rows = np.zeros(len(others), np.int64), 0
+    for _, _, experts in routed:
+        written += ((experts[:, others] != 0) & (experts[:, others].astype(np.int64) != -1)).any(-1).sum(0)
+        rows += len(experts)
+    full = [p for p, n in zip(others, written.tolist(), strict=True) if n > 0.5 * rows]
+    if not full:
+        return []
+    seen = f"{int(written.sum())} rows hold routes at positions {listed(full)}, which the config says have no router"
+    return [verdict("DENSE_LAYER_HAS_ROUTES", f"layers {listed(full)}", seen, layers=tuple(full))]
 
 
 def _layers(

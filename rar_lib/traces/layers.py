@@ -125,10 +125,15 @@ class ModelShape:
             config = config["text_config"]
         found = []
         for what, keys in (("the number of routed experts", EXPERT_KEYS), ("the experts per token", TOP_K_KEYS)):
-            values = [config[key] for key in keys if isinstance(config.get(key), int)]
-            if not values:
+            told = [(key, config[key]) for key in keys if config.get(key) is not None]
+            if not told:
                 raise TraceError(f"config: expected {what} under one of {', '.join(keys)}, found none of them")
-            found.append(values[0])
+            key, value = told[0]
+            if isinstance(value, list | tuple) and len(set(map(str, value))) == 1:  # one a layer, all equal
+                value = value[0]
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TraceError(f"config: {key}: expected one integer for all layers, found {value!r:.60}")
+            found.append(value)
         return cls(found[0], found[1], moe_layer_numbers(config), int(config["num_hidden_layers"]), model_id)
 
     @classmethod
@@ -183,5 +188,5 @@ class ModelShape:
         every = f"{self.num_layers} layers" if self.num_layers is not None else "an unknown number of layers"
         raise TraceError(
             f"layer axis: {length} payload layers fit neither {every} nor the {len(self.moe_layers)} MoE layers; name them by "
-            f"number (payload_layers)"
+            f"number (payload_layers, --layers)"
         )

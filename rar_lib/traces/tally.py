@@ -21,6 +21,7 @@ class Tally:
     Attributes:
         possible: `[L]` cells that could hold a route.
         recorded: `[L]` cells that do.
+        unplaced: cells of samples that came without routes, or whose rows could not be placed.
 
     Args:
         layers: transformer layer number of each position, to name them.
@@ -39,6 +40,7 @@ class Tally:
         self._zeros = np.zeros(n, np.int64)  # at K = 1
         self._row: list[np.ndarray | None] = [None] * n
         self._same = np.ones(n, bool)
+        self.unplaced = 0
         self._filler, self._filler_place = 0, ""
         self._ramps = np.zeros(n, np.int64)  # cells that hold 0..K-1
 
@@ -54,7 +56,7 @@ class Tally:
         """
         every = bool(known.all())
         self.recorded += len(known) if every else known.sum(0)
-        top = cells.top if every else np.where(known, cells.top, -1)
+        top = cells.top if every else np.where(known, cells.top.astype(np.int64), -1)
         if len(top):
             self.largest = np.maximum(self.largest, top.max(0))
         flags = {
@@ -197,7 +199,7 @@ class Tally:
         return [] if part == experts else [verdict("EXPERTS_LOCAL", where, seen)]
 
     def facts(self) -> dict[str, Any]:
-        """Coverage in words; the number of missing cells is told also where it is 0."""
-        possible, recorded = int(self.possible.sum()), int(self.recorded.sum())
-        share = f"{recorded / possible:.4f}" if possible else "no cell"
-        return {"recorded": f"{recorded} of {possible} cells ({share})", "missing": possible - recorded}
+        """Coverage over all cells that could hold a route, samples that could not be placed included; missing is told also at 0."""
+        possible, recorded = int(self.possible.sum()) + self.unplaced, int(self.recorded.sum())
+        share = round(recorded / possible, 4) if possible else None
+        return {"cells": possible, "recorded": recorded, "missing": possible - recorded, "coverage": share}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "note"]
@@ -41,7 +41,17 @@ KINDS: dict[str, Kind] = {
     "LAYER_DEAD": Kind(
         "error",
         "this layer's router is not bound to the capture, or the layer axis counts other layers than assumed",
-        "check the layer mapping with --model; if the layer is MoE, capture it or leave it out of replay",
+        "check that the config belongs to this dump (is the layer dense?); if it is MoE, capture it or leave it out of replay",
+    ),
+    "NO_ROUTES": Kind(
+        "error",
+        "the capture was never asked for (a server started without its flag, a rollout without recording), or every request was aborted",
+        "start the engine with capture of routed experts; nothing here can be replayed",
+    ),
+    "DENSE_LAYER_HAS_ROUTES": Kind(
+        "error",
+        "the config is of another model, or the layer axis counts other layers than assumed (shifted, reversed, MoE layers only)",
+        "check that the config belongs to this dump; name the layers of the axis by number (--layers)",
     ),
     "LAYER_STUCK": Kind(
         "warning",
@@ -138,8 +148,9 @@ KINDS: dict[str, Kind] = {
     ),
     "LAYERS_MISMATCH": Kind(
         "error",
-        "the layer axis has another length than the model's layers and than its MoE layers (MTP heads, a pipeline stage's shard)",
-        "name the layers of the axis by number (payload_layers / --layers)",
+        "the axis does not count what this producer counts (MoE layers instead of all, MTP heads, a pipeline stage's shard), or the config is "
+        "of another model",
+        "check that the config belongs to this dump; then name the layers of the axis by number (--layers)",
     ),
     "TOPK_MISMATCH": Kind(
         "error",
@@ -191,14 +202,25 @@ KINDS: dict[str, Kind] = {
         "error", "the bytes of the file are not those that were written", "fetch the file again from its source"
     ),
     "TRACE_CONTRADICTS_ITSELF": Kind("error", "states, offsets or arrays do not fit each other", "write the trace again"),
-    "UNREADABLE": Kind("error", "the file is truncated, corrupt, or of another format", "see the message"),
+    "UNREADABLE": Kind(
+        "error",
+        "the file is not there, truncated, corrupt, or of another format",
+        "fetch it again from its source, or name its format (--format)",
+    ),
     "UNDECIDED": Kind(
         "error",
         "the file can be read in more than one way, or not without something that it does not say",
-        "give what the message names",
+        "give what is named above, and run again; nothing is known of the capture yet",
     ),
     # ---- two records side by side
-    "NOT_COMPARABLE": Kind("error", "no certificate: the two records are not proven to be comparable", "see the checks"),
+    "NOT_COMPARABLE": Kind(
+        "warning",
+        "no certificate: the two records are not proven to be comparable, so no number is given",
+        "bring the record of the same tokens where a check failed; vouch for what is unproven (--asserting) where you know it",
+    ),
+    "REORDERED": Kind(
+        "note", "the two records hold the same sequences in another order", "they were matched by their token ids"
+    ),
 }  # fmt: skip
 
 
@@ -238,6 +260,28 @@ class Verdict:
 def verdict(code: str, where: str, seen: str, *, severity: Severity | None = None, **more: Any) -> Verdict:
     """A verdict with the severity of its kind, unless another is given."""
     return Verdict(code, where, seen, KINDS[code].severity if severity is None else severity, **more)
+
+
+def merged(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """One verdict a code and severity for findings that come once a sample: the first one's place and sight, and how many there are."""
+    groups: dict[tuple[str, str], list[Verdict]] = {}
+    for found in verdicts:
+        groups.setdefault((found.code, found.severity), []).append(found)
+    out = []
+    for group in groups.values():
+        first = group[0]
+        if len(group) > 1:
+            samples = tuple(dict.fromkeys(i for v in group for i in v.samples))
+            layers = tuple(sorted({i for v in group for i in v.layers}))
+            first = replace(
+                first,
+                where=f"{first.where}, and {len(group) - 1} more",
+                samples=samples,
+                layers=layers,
+                cells=sum(v.cells for v in group),
+            )
+        out.append(first)
+    return out
 
 
 def listed(values: Iterable[int], shown: int = 6) -> str:
@@ -285,6 +329,8 @@ class Report:
     @property
     def summary(self) -> str:
         """The conclusion in one line."""
+        if {"UNREADABLE", "UNDECIDED"} & {v.code for v in self.verdicts if not v.where.startswith("second record")}:
+            return "not read"
         return ("clean", "usable, with warnings", "must not be replayed")[self.exit_status]
 
     def as_dict(self) -> dict[str, Any]:

@@ -16,6 +16,13 @@ from rar_lib.traces.wire.pickles import load_pickle, load_torch
 ContainerKind = Literal["safetensors", "torch", "pickle", "npy", "msgpack", "json", "jsonl", "text"]
 
 
+FOREIGN = {
+    b"\x1f\x8b": "a gzip file: unpack it first", b"\x28\xb5\x2f\xfd": "a zstandard file: unpack it first",
+    b"BZh": "a bzip2 file: unpack it first", b"\xfd7zXZ": "an xz file: unpack it first", b"\x89PNG": "a PNG picture",
+    b"PAR1": "a parquet file, which no producer writes routes to",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Reader:
     """One producer's layout.
@@ -51,6 +58,11 @@ class Content:
         return read_bytes(self.path)
 
     def _kind(self) -> ContainerKind:
+        if self.path.is_dir():
+            inside = sorted(p.name for p in self.path.iterdir())[:8]
+            raise TraceError(
+                f"{self.path}: expected a file, found a folder with {', '.join(inside) or 'nothing in it'}"
+            )
         try:
             with self.path.open("rb") as file:
                 head = file.read(4096)
@@ -59,6 +71,9 @@ class Content:
             raise TraceError(f"{self.path}: cannot be read: {error.strerror}") from None
         if not head:
             raise TraceError(f"{self.path}: expected a dump, found an empty file")
+        for magic, what in FOREIGN.items():
+            if head.startswith(magic):
+                raise TraceError(f"{self.path}: expected a dump, found {what}")
         if head.startswith(b"PK\x03\x04"):
             return "torch"
         if head.startswith(b"\x93NUMPY"):

@@ -15,7 +15,7 @@ from rar_lib.errors import TraceError, UndecidedError
 from rar_lib.traces.layers import ModelShape
 from rar_lib.traces.scan import Cells, scan
 from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
-from rar_lib.traces.verdicts import Verdict, verdict
+from rar_lib.traces.verdicts import Verdict, listed, verdict
 from rar_lib.traces.wire.dump import Dump, Sample
 
 
@@ -45,19 +45,21 @@ def positions(
         TraceError: if the axis does not fit what the producer writes; the message says what would.
     """
     named = payload_layers or dump.payload_layers
+    moe = len(model.moe_layers)
+    hint = "name them by number (payload_layers, --layers), or check that the config belongs to this dump"
+    if length == moe:
+        hint = f"{length} is the number of its MoE layers: if these are meant, name them (--layers {listed(model.moe_layers)}), or check that the config belongs to this dump"
     if named is not None:
         return model.axis(length, named)
     if dump.layer_axis == "all" and model.num_layers is None and length > model.moe_layers[-1]:
         return model.moe_layers
-    if dump.layer_axis == "moe" and length != len(model.moe_layers):
+    if dump.layer_axis == "moe" and length != moe:
         raise TraceError(
-            f"layer axis: {dump.format} writes MoE layers only; {length} payload layers are not the model's {len(model.moe_layers)}; "
-            f"name them by number (payload_layers)"
+            f"layer axis: {dump.format} writes MoE layers only; {length} payload layers are not the model's {moe}; {hint}"
         )
     if dump.layer_axis == "all" and model.num_layers is not None and length != model.num_layers:
         raise TraceError(
-            f"layer axis: {dump.format} writes all layers; {length} payload layers are not the model's {model.num_layers}; name them "
-            f"by number (payload_layers)"
+            f"layer axis: {dump.format} writes all layers; {length} payload layers are not the model's {model.num_layers}; {hint}"
         )
     return model.axis(length)
 
@@ -192,6 +194,9 @@ def to_trace(dump: Dump, model: ModelShape | None = None, payload_layers: tuple[
         producer_version=dump.producer_version, model_id=shape.model_id or dump.model_id,
     )  # fmt: skip
     status = np.concatenate(statuses)
+    held = sum(max(0, min(len(experts), sample.tokens - 1 - sample.first)) for _, sample, experts in routed)
+    if held and not (status == Status.RECORDED).any():
+        raise TraceError(f"{dump.path}: CAPTURE_DEAD: all {held} rows are empty or zero in every MoE layer")
     if (status == status[:, :1]).all():
         status = status[:, 0]
     lengths = [sample.tokens for sample in dump.samples]

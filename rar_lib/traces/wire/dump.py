@@ -90,6 +90,8 @@ class Dump:
         source: which pass the routes come from.
         content_sized: the producer picks the id type by the largest id that occurred, so a small type does not mean that ids
             were cut.
+        routes_expected: false for logs that never hold routes.
+        dense_rows: what the producer writes in layers without a router.
         num_experts, top_k: where the file says so.
         producer_version, model_id: where the file says so.
         notes: what the reader itself noticed (segments that disagree).
@@ -103,6 +105,8 @@ class Dump:
     payload_layers: tuple[int, ...] | None = None
     source: Source = "rollout"
     content_sized: bool = False
+    routes_expected: bool = True
+    dense_rows: Literal["zeros", "anything"] = "zeros"
     num_experts: int | None = None
     top_k: int | None = None
     producer_version: str = ""

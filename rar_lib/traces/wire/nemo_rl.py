@@ -120,7 +120,13 @@ def read_log(content: Content) -> Dump:
     masked = (
         "" if all("token_loss_mask" in record for _, record in content.records) else ", no loss mask: prompts count too"
     )
-    return Dump("nemo-rl-log", f"train_data JSON lines, no routes{masked}", str(content.path), tuple(samples))
+    return Dump(
+        "nemo-rl-log",
+        f"train_data JSON lines, no routes{masked}",
+        str(content.path),
+        tuple(samples),
+        routes_expected=False,
+    )
 
 
 READERS = (

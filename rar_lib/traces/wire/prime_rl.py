@@ -170,7 +170,13 @@ def read_export(content: Content) -> Dump:
             for key, source in (("inference_logprobs", "rollout"), ("trainer_logprobs", "new"))
         }
         samples.append(Sample(where, len(ids), token_ids=ids, response_mask=mask, logprobs=logprobs))
-    return Dump("prime-rl-export", "token export, log-probs, no routes", str(content.path), tuple(samples))
+    return Dump(
+        "prime-rl-export",
+        "token export, log-probs, no routes",
+        str(content.path),
+        tuple(samples),
+        routes_expected=False,
+    )
 
 
 READERS = (

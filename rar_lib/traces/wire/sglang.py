@@ -2,8 +2,8 @@
 
 Values are row-major `[prompt + completion - 1 - start, L_all, K]`, int32, or the type that `routed_experts_dtype` names (int32,
 uint16, uint8). No shape is sent, so the model must be known (`--model`): L_all = num_hidden_layers, dense layers as zeros. `start` is
-`routed_experts_start_len`, of the request or echoed; some servers ignore it and send every row: both counts are tried, and what
-fits neither is refused. The OpenAI endpoint puts the same string under `sglext` (or `sgl_ext`). Reads `/generate` answers
+`routed_experts_start_len`, of the request or echoed; some servers ignore it and send every row: both counts are known, and
+what fits neither is a wrong row count. The OpenAI endpoint puts the same string under `sglext` (or `sgl_ext`). Reads `/generate` answers
 (one object, a list, JSON lines), bare or as `{"request", "response"}`.
 """
 
@@ -123,16 +123,16 @@ def _routes(
     data = decode_base64(f"{where}: routed_experts", text)
     start = start_of(where, meta.get("routed_experts_start_len"), request.get("routed_experts_start_len"))
     row = layers * model.top_k * np.dtype(dtype).itemsize
-    rows = {tokens - 1 - start: start, tokens - 1: 0}  # honoured, or ignored by the server
-    if len(data) % row or len(data) // row not in rows:
+    if len(data) % row:
         raise TraceError(
-            f"{where}: routed_experts holds {len(data)} bytes of {dtype}; {layers} layers x top-{model.top_k} and {tokens} tokens from "
-            f"{start} need {(tokens - 1 - start) * row} (or {(tokens - 1) * row} where the server ignores the start)"
+            f"{where}: routed_experts: {len(data)} bytes of {dtype} are no whole rows of {layers} layers x top-{model.top_k} ({row} bytes each): "
+            f"another model, or another type"
         )
     count = len(data) // row
+    first = 0 if start and count in (tokens - 1, tokens) else start  # the start was ignored by the server
     experts = as_array(where, data, dtype, (count, layers, model.top_k))
-    ignored = "; start_len ignored by the server" if start and count == tokens - 1 else ""
-    return experts, rows[count], f"base64 of raw {dtype}, all layers{ignored}"
+    ignored = "; start_len ignored by the server" if start and not first else ""
+    return experts, first, f"base64 of raw {dtype}, all layers{ignored}"
 
 
 def _versions(where: str, meta: Mapping[str, Any], tokens: int, prompt: int | None) -> np.ndarray | None:

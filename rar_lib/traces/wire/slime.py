@@ -108,7 +108,9 @@ def read_train(content: Content) -> Dump:
             where, sample, len(ids), length, "loss_masks", {"rollout_log_probs": "rollout", "log_probs": "old"}
         )
         samples.append(Sample(where, len(ids), token_ids=ids, **more))
-    return Dump("slime-train", "training dump, format 2, no routes", str(content.path), tuple(samples))
+    return Dump(
+        "slime-train", "training dump, format 2, no routes", str(content.path), tuple(samples), routes_expected=False
+    )
 
 
 READERS = (

@@ -34,7 +34,7 @@ def read(content: Content) -> Dump:
                 where, len(ids), token_ids=ids, prompt=prompt, response_mask=mask, text=str(record.get("text") or "")
             )
         )
-    return Dump("tokens", "token ids, no routes", str(content.path), tuple(samples))
+    return Dump("tokens", "token ids, no routes", str(content.path), tuple(samples), routes_expected=False)
 
 
 READERS = (Reader("tokens", "token ids, JSON lines", claims, read),)

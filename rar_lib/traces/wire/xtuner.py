@@ -60,7 +60,9 @@ def read_states(content: Content) -> Dump:
             Sample(where, len(ids), experts, token_ids=ids, versions=_versions(where, state, len(ids), prompt),
                    text=str(state.get("response") or ""), **more)
         )  # fmt: skip
-    return Dump("xtuner", "RolloutState records, all layers", str(content.path), tuple(samples), "all")
+    return Dump(
+        "xtuner", "RolloutState records, all layers", str(content.path), tuple(samples), "all", dense_rows="anything"
+    )
 
 
 def _versions(where: str, state: Mapping[str, Any], tokens: int, prompt: int) -> np.ndarray | None:
@@ -107,7 +109,7 @@ def read_lists(content: Content) -> Dump:
         more = response_fields(len(ids), prompt, None, where)
         samples.append(Sample(where, len(ids), routes(f"{where}: routed_experts", routed), token_ids=ids, **more))
     samples += samples_of(content.records, _listed)
-    return Dump("lmdeploy", "nested lists, all layers", str(content.path), tuple(samples), "all")
+    return Dump("lmdeploy", "nested lists, all layers", str(content.path), tuple(samples), "all", dense_rows="anything")
 
 
 def _listed(choice: Choice) -> tuple[np.ndarray | None, int]:
