@@ -350,7 +350,7 @@ def _weights(a: RouteTrace, b: RouteTrace, kind: ComparisonKind) -> Check:
         return Check(
             "weights",
             "unproven",
-            f"the {sides} record carries no weight versions (rar record --version gives them to your own)",
+            f"no weight versions in the {sides} record (rar record --version gives them to your own)",
         )
     if left.shape != right.shape:
         return Check("weights", "unproven", "not looked at: other lengths")

@@ -91,7 +91,18 @@ OWN_PARAMETERS = {
     "01_quickstart": {"native_steps", "runs_dir", "out_dir"},
     "03_fisher_scores": {"runs_dir", "out_dir"},
     "04_budget_frontier": {"rollouts", "budgets", "runs_dir", "out_dir"},
-    "06_route_doctor": {"dump", "format", "record", "kind", "vouch_for", "allow_pickle", "top", "out_dir"},
+    "06_route_doctor": {
+        "dump",
+        "format",
+        "record",
+        "kind",
+        "vouch_for",
+        "allow_pickle",
+        "layers",
+        "batch_size",
+        "top",
+        "out_dir",
+    },
 }
 
 

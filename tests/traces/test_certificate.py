@@ -143,6 +143,8 @@ def test_mismatch_and_drift_are_not_one() -> None:
     assert states(certify(of_engine(a, "hf", producer_version="float32"), low, "drift"))["engines"] == "unproven"
     same, again = pair(versions=(1, 1))
     assert states(certify(same, again, "drift"))["weights"] == "failed"
+    partly = replace(b, policy_version=np.r_[np.full(999, 2), 1])
+    assert states(certify(a, partly, "drift"))["weights"] == "failed"
     unknown = replace(b, policy_version=None)
     assert states(certify(a, unknown, "mismatch"))["weights"] == "unproven"
     with pytest.raises(TraceError, match=r"weights unproven .* asserting"):
