@@ -15,6 +15,8 @@ import numpy as np
 import pandas as pd
 
 from rar_lib.errors import TraceError
+from rar_lib.metrics.agreement import check_pair
+from rar_lib.metrics.replay import router_probabilities
 from rar_lib.traces.blocks import token_blocks
 from rar_lib.traces.trace import RouteTrace
 
@@ -182,3 +184,38 @@ def shift_summary(
         "below_floor": float((gamma < floor).mean()),
         **{f"shift_p{100 * q:g}": float(np.quantile(shift, q)) for q in quantiles},
     }
+
+
+def routing_shift(a: RouteTrace, b: RouteTrace) -> tuple[pd.DataFrame, np.ndarray]:
+    """How router distributions moved from A to B, for two traces that carry the ranked scores; block by block.
+
+    Scores that are probabilities already are taken as they are, others through a softmax (metrics.replay.router_probabilities).
+
+    Returns:
+        One row a layer over the cells recorded on both sides: `layer`, `cells`, `entropy_a`, `entropy_b` (nats), `gate_tv` (0..1), `router_kl`
+        (KL(A ‖ B), nats; infinite where B excludes an expert that A gives weight), each a mean, NaN without cells; and γ_t of the tokens
+        recorded in every layer on both sides (`router_shift_ratio` on the experts that A activated), `[n]`.
+
+    Raises:
+        TraceError: if a side carries no scores, or the two do not speak of the same tokens and routers.
+    """
+    check_pair(a, b)
+    if a.scores is None or b.scores is None:
+        raise TraceError("routing shift: both traces need the ranked scores (recording with scores=True)")
+    layers, experts = a.header.num_layers, a.header.num_experts
+    recorded = a.recorded & b.recorded
+    sums, cells, gammas = np.zeros((4, layers)), np.zeros(layers, np.int64), []
+    for rows in token_blocks(a.num_tokens, layers * experts):
+        p, q, known = router_probabilities(a.scores[rows]), router_probabilities(b.scores[rows]), recorded[rows]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            gap = np.where(p > 0, p * (np.log(p) - np.log(q)), 0).sum(-1)
+        for i, values in enumerate((entropy(p), entropy(q), total_variation(p, q), np.maximum(gap, 0))):
+            sums[i] += np.where(known, values, 0).sum(0)
+        cells += known.sum(0)
+        full = known.all(-1)
+        gammas.append(router_shift_ratio(p[full], q[full], a.experts[rows][full]))
+    means = np.divide(sums, cells, out=np.full(sums.shape, np.nan), where=cells > 0)
+    columns = dict(zip(("entropy_a", "entropy_b", "gate_tv", "router_kl"), means, strict=True))
+    return pd.DataFrame({"layer": a.header.moe_layers, "cells": cells, **columns}), np.concatenate(
+        gammas or [np.zeros(0)]
+    )

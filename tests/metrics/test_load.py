@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -68,8 +70,6 @@ def test_equal_loads_do_not_mean_equal_routes() -> None:
 
 
 def test_ids_out_of_range_are_named() -> None:
-    from dataclasses import replace
-
     bad = replace(trace([[[0, 1]]], 4), experts=np.array([[[0, 9]]], np.uint8), _stored_sha256="opened from a file")
     with pytest.raises(TraceError, match="layer 0: expected ids below 4, found 9"):
         loads.route_counts(bad)
@@ -96,3 +96,32 @@ def test_router_shift_ratio_by_hand() -> None:
     assert set(loads.shift_summary(np.zeros(0)).values()) == {None}
     with pytest.raises(TraceError, match="token 0, layer axis 0"):
         loads.router_shift_ratio(old, np.zeros_like(new), np.array([[[0, 1]], [[0, 1]]]))
+
+
+def test_routing_shift_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token by hand, and blocks change nothing."""
+    header = TraceHeader(num_experts=4, top_k=2, moe_layers=(2,), source="old")
+    p, q = np.array([0.5, 0.25, 0.125, 0.125]), np.array([0.25, 0.5, 0.125, 0.125])
+    status = [Status.RECORDED, Status.LAST]
+
+    def made(row: np.ndarray) -> RouteTrace:
+        scores = np.stack([np.log(row) + 3, np.zeros(4)])[:, None]
+        return RouteTrace.from_packed(header, [[[0, 1]], [[0, 0]]], [2], status, scores=scores)
+
+    table, gamma = loads.routing_shift(made(p), made(q))
+    (row,) = table.to_dict("records")
+    assert (row["layer"], row["cells"]) == (2, 1)
+    assert row["entropy_a"] == row["entropy_b"] == pytest.approx(-(p * np.log(p)).sum())
+    assert row["gate_tv"] == pytest.approx(0.25)
+    assert row["router_kl"] == pytest.approx(0.25 * np.log(2))
+    assert gamma == pytest.approx([0.5])  # both activated experts moved by a factor of two
+    rng = np.random.default_rng(0)
+    a, b = random_pair(1, n=40)
+    a, b = (replace(x, scores=rng.normal(size=(40, 3, 8))) for x in (a, b))
+    whole = loads.routing_shift(a, b)
+    monkeypatch.setattr("rar_lib.traces.blocks.token_blocks.__defaults__", (50,))
+    parts = loads.routing_shift(a, b)
+    assert np.allclose(whole[0], parts[0])
+    assert np.array_equal(whole[1], parts[1])
+    with pytest.raises(TraceError, match="both traces need the ranked scores"):
+        loads.routing_shift(a, replace(b, scores=None))

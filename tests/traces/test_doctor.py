@@ -578,3 +578,18 @@ def test_probabilities_in_place_of_log_probs() -> None:
     assert of(report, "LOGPROBS_IMPOSSIBLE").where == "samples[0], token 0"
     with pytest.raises(TraceError, match=r"LOGPROBS_IMPOSSIBLE: samples\[0\]: a log-prob of 0.5"):
         to_trace(replace(found, samples=(wild,)), MODEL)
+
+
+def test_notes_change_nothing_but_are_told() -> None:
+    made = batch(k=1)
+    report = examine(dump(made), model=made.model)
+    assert [v.code for v in report.verdicts] == ["ZERO_AMBIGUOUS"]
+    found = dump(batch())
+    bare = replace(found, samples=tuple(replace(s, token_ids=None) for s in found.samples))
+    report = examine(bare, model=MODEL)
+    assert ([v.code for v in report.verdicts], report.exit_status) == (["TOKENS_MISSING"], 0)
+
+
+def test_every_verdict_is_tested() -> None:
+    texts = "".join(path.read_text() for path in Path(__file__).resolve().parents[1].rglob("*.py"))
+    assert [code for code in KINDS if f'"{code}"' not in texts] == []
