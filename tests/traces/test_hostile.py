@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import json
 import os
@@ -300,3 +301,20 @@ def test_memory_limits_are_not_left_behind() -> None:
         resource.RLIM_INFINITY,
         resource.getrlimit(resource.RLIMIT_AS)[1],
     )
+
+
+def test_archives_that_unpack_to_more_than_the_file() -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"0" * 10_000)
+    with pytest.raises(TraceError, match=r"entry a/data.pkl is compressed; torch stores its entries as they are"):
+        load_torch("x", stream.getvalue())
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("a/data.pkl", b"0" * 10_000)
+        for i in range(9):  # nine more names for the same bytes
+            again = copy.copy(archive.filelist[0])
+            again.filename = f"a/data/{i}"
+            archive.filelist.append(again)
+    with pytest.raises(TraceError, match=r"entries claim 100000 bytes, the file has"):
+        load_torch("x", stream.getvalue())
