@@ -89,6 +89,10 @@ def test_router_shift_ratio_by_hand() -> None:
     new = np.array([[[0.25, 0.6, 0.15]], [[0.5, 0.3, 0.2]]])
     gamma = loads.router_shift_ratio(old, new, np.array([[[0, 1]], [[0, 1]]]))
     assert gamma == pytest.approx([0.5, 1.0])  # both activated experts moved by a factor of two
+    two = loads.router_shift_ratio(
+        np.concatenate([old[:1], old[:1]], 1), np.concatenate([new[:1], old[:1]], 1), np.array([[[0, 1], [0, 1]]])
+    )
+    assert two == pytest.approx([2**-0.5])  # the second layer did not move: a mean over layers
     summary = loads.shift_summary(gamma)
     assert summary["mean"] == pytest.approx(0.75)
     assert summary["below_floor"] == 0.5

@@ -98,6 +98,9 @@ def test_ambiguity_is_reported() -> None:
         a.header, np.where(a.recorded[..., None], batch, -1), a.lengths, a.status, token_ids=a.token_ids
     )
     assert all(set(range(14)) <= set(n.ambiguous) for n in infer_numbering(twins, twins))
+    assert all(
+        np.array_equal(n.mapping, np.arange(E)) for n in infer_numbering(twins, twins[::-1].select(range(19, -1, -1)))
+    )
     check = next(c for c in certify(twins, twins, "mismatch").checks if c.name == "numbering")
     assert check.state == "unproven"
     assert "48 of 48 experts cannot be told apart" in check.seen  # 14 twins and 2 unused in each layer
