@@ -62,11 +62,13 @@ class Suggestion:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """Attributes:
-    report: the doctor's verdicts on the file, and those of the comparison.
-    mismatch: log-prob statistics by name with their pair, empty without two log-probs of the same tokens.
-    comparison: certificate and agreement, None without a second record.
-    suggestion: what to try.
+    """Everything that is known of a file.
+
+    Attributes:
+        report: the doctor's verdicts on the file, and those of the comparison.
+        mismatch: log-prob statistics by name with their pair, empty without two log-probs of the same tokens.
+        comparison: certificate and agreement, None without a second record.
+        suggestion: what to try.
     """
 
     report: Report

@@ -24,11 +24,13 @@ OUTLIER_FACTOR = 5.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """Attributes:
-    certificate: whether the numbers mean anything.
-    agreement: cell by cell, or None without a valid certificate.
-    verdicts: what stands out.
-    table: one row a layer, or None: `layer`, `cells`, `overlap`, `router_flip`, `js` (of the loads, nats), `tv`.
+    """Two records side by side.
+
+    Attributes:
+        certificate: whether the numbers mean anything.
+        agreement: cell by cell, or None without a valid certificate.
+        verdicts: what stands out.
+        table: one row a layer, or None: `layer`, `cells`, `overlap`, `router_flip`, `js` (of the loads, nats), `tv`.
     """
 
     certificate: Certificate

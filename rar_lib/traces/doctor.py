@@ -195,28 +195,17 @@ def _dump_report(dump: Dump, shape: ModelShape | None, payload_layers: tuple[int
         found.append(verdict("ZERO_AMBIGUOUS", "all layers", "top-1 routing"))
     tally = Tally(numbers, top_k, experts, guessed=shape is None and dump.layer_axis != "moe")
     placed: list[Placed | None] = [None] * len(dump.samples)
-    wrapped: list[Verdict] = []
     for i, sample, _ in routed:
         put = place(sample, i, layout, top_k, experts, dump.content_sized)
         placed[i] = put
-        if put.problem is not None and put.problem.code != "ID_WRAPPED":
-            tally.unplaced += max(sample.tokens - 1, 0) * len(layout)
         if put.problem is not None:
-            (wrapped if put.problem.code == "ID_WRAPPED" else found).append(put.problem)
-            if put.problem.code != "ID_WRAPPED":
+            found.append(put.problem)
+            if put.problem.code != "ID_WRAPPED":  # wrapped ids lie on their tokens all the same
+                tally.unplaced += max(sample.tokens - 1, 0) * len(layout)
                 continue
         known = put.status == Status.RECORDED
         tally.add(put.ids, known, put.cells, 0, partial("{}, token {}".format, sample.name))
         tally.possible = tally.possible + (put.status != Status.LAST).sum(0)
-    if wrapped:
-        found.append(
-            verdict(
-                "ID_WRAPPED",
-                f"{len(wrapped)} samples, first {wrapped[0].where}",
-                wrapped[0].seen,
-                samples=tuple(w.samples[0] for w in wrapped),
-            )
-        )
     found += tally.verdicts()
     empty = [i for i, sample in enumerate(dump.samples) if sample.experts is None and sample.tokens > 1]
     tally.unplaced += sum((dump.samples[i].tokens - 1) * len(layout) for i in empty)

@@ -726,7 +726,7 @@ def write_megatron(batch: Batch, path: Path, tp: int = 2, cp: int = 2) -> Path:
 
 
 def write_tracer(batch: Batch, path: Path, first: int = 0) -> Path:
-    """The router tracer: one micro-batch a pair of sequences of equal length would not do; every sequence its own micro-batch."""
+    """The router tracer, every sequence a micro-batch of its own, since lengths differ; `first` is the number of layer 0."""
     records = []
     for item in batch.items:
         rows = np.concatenate([item.routes, np.tile(np.arange(batch.model.top_k), (1, len(batch.model.moe_layers), 1))])
