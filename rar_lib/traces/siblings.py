@@ -49,7 +49,7 @@ class Member:
 
 def _common(a: Member, b: Member) -> int:
     """Rows of the common beginning under the same weights; the last token of a sequence has none."""
-    n = min(len(a.tokens), len(b.tokens), MAX_TOKENS + 1) - 1
+    n = max(0, min(len(a.tokens), len(b.tokens), MAX_TOKENS + 1) - 1)  # a sequence may be empty
     same = a.tokens[:n] == b.tokens[:n]
     if a.versions is not None and b.versions is not None:
         same &= a.versions[:n] == b.versions[:n]

@@ -64,6 +64,10 @@ def test_tokens_and_batches_of_one() -> None:
     header = TraceHeader(num_experts=8, top_k=2, moe_layers=(0, 1), source="rollout")
     one = RouteTrace.from_packed(header, [[[0, 0], [0, 0]]] * 3, [1, 1, 1], [2, 2, 2], token_ids=np.arange(3))
     assert examine(one).verdicts == ()
+    rows = skewed(8, 2, 2, 50)
+    status = np.r_[np.full(19, 1), 2, np.full(29, 1), 2]
+    empty = RouteTrace.from_packed(header, rows, [20, 0, 30, 0], status, token_ids=np.arange(50))
+    assert examine(empty).verdicts == ()
     two = RouteTrace.from_packed(header, [[[1, 0], [2, 3]], [[0, 0], [0, 0]]], [2], [1, 2], token_ids=np.arange(2))
     assert examine(two).verdicts == ()
 
