@@ -20,7 +20,7 @@ from rar_lib.runs.store import describe_environment
 PARTIAL = ("fisher", "uniform", "random_route", "margin", "disagree")
 SHOWN = (
     "rollout_engine", "trainer_engine", "steps", "executed_equals_resolved", "nominal", "binding", "reward_first", "reward_last",
-    "evaluation_first", "evaluation_last", "k3_rollout_old", "target_shift", "deployment_k3_native", "deployment_k3_replayed",
+    "evaluation_first", "evaluation_last", "k3_rollout_old", "target_shift", "evaluation_last_k3_native", "evaluation_last_k3_replayed",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -116,19 +116,109 @@ class TrainerConfig(_Part):
     recompute: bool = Field(False, description="recompute activations in the backward pass")
 
 
-class AlgorithmConfig(_Part):
-    """GRPO and its batch."""
+class TIS(_Part):
+    """Truncated importance sampling (rl/corrections/tis.py)."""
 
+    name: Literal["tis"]
+    cap: float = Field(2.0, gt=0, description="largest weight of a token")
+
+
+class IcePop(_Part):
+    """Double-sided masking of tokens (rl/corrections/icepop.py)."""
+
+    name: Literal["icepop"]
+    low: float = Field(0.5, gt=0, lt=1, description="ratios old/rollout below it lose their token")
+    high: float = Field(5.0, gt=1, description="and those above it")
+
+
+class SeqMIS(_Part):
+    """Masked importance sampling of whole sequences (rl/corrections/seq_mis.py)."""
+
+    name: Literal["seq_mis"]
+    cap: float = Field(2.0, gt=0, description="largest ratio of a sequence; beyond it the sequence is dropped")
+
+
+class GeoRS(_Part):
+    """Rejection of sequences by the geometric mean of their ratios (rl/corrections/geo_rs.py)."""
+
+    name: Literal["geo_rs"]
+    low: float = Field(0.99, gt=0, lt=1, description="smallest mean ratio of a kept sequence; verl's preset: 0.999")
+    high: float = Field(1.01, gt=1, description="largest; verl's preset: 1.001")
+
+
+class OPSM(_Part):
+    """Off-policy sequence masking (rl/corrections/opsm.py)."""
+
+    name: Literal["opsm"]
+    delta: float = Field(
+        0.01, ge=0, description="nats a token: answers with A < 0 that moved further are dropped; slime: 1e-4, TRL: 0.5"
+    )
+
+
+class RSPO(_Part):
+    """Router-shift weights (rl/corrections/rspo.py)."""
+
+    name: Literal["rspo"]
+    floor: float = Field(0.8, gt=0, le=1, description="smallest weight of a token")
+
+
+Correction = Annotated[TIS | IcePop | SeqMIS | GeoRS | OPSM | RSPO, Field(discriminator="name")]
+WEIGHTS = ("tis", "icepop", "seq_mis")  # importance weights old/rollout
+CLIP = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gmpo": (0.4, 0.4)}
+
+
+class AlgorithmConfig(_Part):
+    """The objective, what corrects it, and its batch."""
+
+    objective: Literal["grpo", "gspo", "gmpo"] = Field("grpo", description="how ratios are formed and clipped")
+    anchor: Literal["old", "rollout"] = Field(
+        "old", description="what the ratio is taken against: the trainer's old pass, or the log-probs of the rollout"
+    )
+    corrections: tuple[Correction, ...] = Field(
+        (), description="of the mismatch between old and rollout; names joined by + for their defaults"
+    )
+    freeze_router: bool = Field(False, description="a baseline without replay: router weights do not learn")
     prompts_per_step: int = Field(64, gt=0)
     group_size: int = Field(8, ge=2, description="samples a prompt")
     updates_per_batch: int = Field(
         4, ge=1, description="optimizer steps a rollout batch, each on its own share of the prompts"
     )
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.2, gt=0)
+    clip_low: float = Field(0.2, gt=0, lt=1, description="by objective: grpo 0.2, gspo 3e-4, gmpo 0.4 (of the log)")
+    clip_high: float = Field(0.2, gt=0, description="by objective: grpo 0.2, gspo 4e-4, gmpo 0.4 (of the log)")
     lr: float = Field(1e-4, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clips_of_the_objective(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("objective") in CLIP:
+            low, high = CLIP[values["objective"]]
+            return {"clip_low": low, "clip_high": high, **values}
+        return values
+
+    @field_validator("corrections", mode="before")
+    @classmethod
+    def _bare_names(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [name.strip() for name in value.split("+")] if value not in ("", "none") else []
+        if isinstance(value, (list, tuple)):
+            return [{"name": one} if isinstance(one, str) else one for one in value]
+        return value
+
+    @model_validator(mode="after")
+    def _corrections_that_go_together(self) -> AlgorithmConfig:
+        names = [one.name for one in self.corrections]
+        if len(set(names)) < len(names):
+            raise ValueError(f"corrections: expected each once, found {'+'.join(names)}")
+        weights = [name for name in names if name in WEIGHTS]
+        if len(weights) > 1:
+            raise ValueError(f"corrections: {' and '.join(weights)} are both weights old/rollout; choose one")
+        if weights and self.anchor == "rollout":
+            raise ValueError(
+                f"corrections: {weights[0]} weighs by old/rollout, which the ratio already contains with anchor 'rollout'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _shares(self) -> AlgorithmConfig:
@@ -175,6 +265,10 @@ class RouterReplayConfig(_Part):
         ScoreConfig(), description="for policies that rank experts; a bare name is its estimator"
     )
     ratio: float | None = Field(None, gt=0, description="of policy threshold: share of the weakest live score")
+    gates: Literal["live", "recorded"] = Field(
+        "live",
+        description="recorded: replay the rollout's gate weights too, a diagnostic upper bound (hf engines only)",
+    )
     seed: int = Field(0, ge=0, description="of the keys that decide choices and ties")
 
     @field_validator("budget", mode="before")
@@ -222,6 +316,11 @@ class DiagnosticsConfig(_Part):
     save_traces_every: int = Field(
         0, ge=0, description="steps between two stored route traces; 0: the first and last step"
     )
+    probe_sequences: int = Field(
+        64,
+        ge=0,
+        description="answers of the first step that are scored again after every step, for routing drift; 0: none",
+    )
 
 
 class JobConfig(_Part):
@@ -238,6 +337,16 @@ class JobConfig(_Part):
     steps: int = Field(20, gt=0)
     seed: int = Field(0, ge=0, lt=2**31)
     checkpoint_every: int = Field(10, ge=0, description="steps between two checkpoints; the last step is always kept")
+
+    @model_validator(mode="after")
+    def _recorded_gates(self) -> JobConfig:
+        engines = (self.rollout.engine, self.trainer.engine)
+        if self.router_replay.gates == "recorded" and (engines != ("hf", "hf") or self.router_replay.arm != "R3"):
+            raise ValueError(
+                "router_replay.gates 'recorded' needs mode R3 with rollout.engine hf and trainer.engine hf, since vLLM records no gate "
+                f"weights; found {self.router_replay.arm} with {engines[0]} and {engines[1]}"
+            )
+        return self
 
     # ---------------------------------------------------------------- building
 
@@ -310,6 +419,11 @@ def _engine(value: Any) -> dict[str, Any]:
     return {"rollout.engine": pairs[value][0], "trainer.engine": pairs[value][1]}
 
 
+def _zero_mismatch(value: Any) -> dict[str, Any]:
+    trainers = {"rollout.dtype": "float32", "rollout.precision": "native"}
+    return {"rollout.zero_mismatch": value, **(trainers if value is True else {})}
+
+
 def _to(key: str) -> Any:
     return lambda value: {key: value}
 
@@ -334,10 +448,17 @@ FLAT_NAMES: dict[str, Any] = {
     "prompts_per_step": _to("algorithm.prompts_per_step"),
     "group_size": _to("algorithm.group_size"),
     "updates_per_batch": _to("algorithm.updates_per_batch"),
+    "objective": _to("algorithm.objective"),
+    "anchor": _to("algorithm.anchor"),
+    "corrections": _to("algorithm.corrections"),
+    "freeze_router": _to("algorithm.freeze_router"),
+    "gates": _to("router_replay.gates"),
     "clip_low": _to("algorithm.clip_low"),
     "clip_high": _to("algorithm.clip_high"),
     "lr": _to("algorithm.lr"),
+    "zero_mismatch": _zero_mismatch,
     "eval_prompts": _to("evaluation.prompts"),
+    "eval_every": _to("evaluation.every"),
     "steps": _to("steps"),
     "seed": _to("seed"),
     "checkpoint_every": _to("checkpoint_every"),

@@ -25,5 +25,9 @@ class EngineError(RarError, RuntimeError):
     """An engine that is missing, cannot do what was asked, or computes something else than it should."""
 
 
+class DivergedError(EngineError):
+    """An update had no finite gradient, so it was not taken: a run that meets it has diverged, and says at which step."""
+
+
 class RunError(RarError, RuntimeError):
     """A run folder that is held, broken, or of another configuration."""

@@ -2,8 +2,8 @@
 
     rar run --config FILE
 
-What is simplified: one reward function and no reward model, no reference model, GRPO with token mean, whole groups in
-each update, each token in exactly one update of its batch. What is not: rollout and trainer are two engines, each with
+What is simplified: one reward function and no reward model, no reference model, whole groups in each update, each token in
+exactly one update of its batch. Objectives and corrections are in rl/. What is not: rollout and trainer are two engines, each with
 its own router; all three log-prob sources are kept; and every batch is scored natively and under full replay, so
 that each run measures the pair on its own tokens.
 """
@@ -32,8 +32,8 @@ from rar_lib.checkpoint import (
 )
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import (
+    Capture,
     LogprobResult,
-    Objective,
     Replay,
     Rollout,
     RolloutResult,
@@ -42,16 +42,18 @@ from rar_lib.engines.base import (
     UpdateResult,
 )
 from rar_lib.engines.session import EngineSession, resolve_engines
-from rar_lib.errors import EngineError, ReplayError
-from rar_lib.metrics.mismatch import k3, noise_floor
+from rar_lib.errors import DivergedError, EngineError, ReplayError
+from rar_lib.evaluate import evaluate
+from rar_lib.metrics.mismatch import noise_floor
 from rar_lib.planner import Planner
+from rar_lib.probe import Probe
 from rar_lib.progress import Style, progress
 from rar_lib.prompts import Prompts
 from rar_lib.replay.control import require_live, wrong_routes
 from rar_lib.replay.diagnostics import ReplayDiagnostics
 from rar_lib.replay.modes import MODES
 from rar_lib.rl.advantages import group_advantages
-from rar_lib.rl.objectives import grpo_loss
+from rar_lib.rl.learning import Lesson, needs_routers
 from rar_lib.runs.store import RUNS_DIR, RunStore, write_json
 from rar_lib.seeding import derive_seed
 from rar_lib.summary import summarise
@@ -87,11 +89,25 @@ class RunResult:
 
     @property
     def label(self) -> str:
-        """What tables and figures call the run: its arm, or, where not all routes are forced, the policy and its budget."""
-        arm, policy, budget = (self.summary[name] for name in ("arm", "policy", "budget"))
-        if arm == "none" or policy == "full":
-            return arm
-        return " ".join(part for part in (policy, budget, "" if arm == "R3" else arm) if part)
+        """What tables and figures call the run: its arm, or the policy and its budget where not all routes are forced, joined with the
+        corrections; a correction without replay stands alone. What else is not the default follows."""
+        summary = self.summary
+        arm, policy, corrections = summary["arm"], summary["policy"], summary["corrections"]
+        partial = arm != "none" and policy != "full"
+        heads = [policy if partial else arm, corrections]
+        if arm == "none" and corrections:
+            heads = [corrections]
+        parts = [
+            "+".join(part for part in heads if part),
+            summary["budget"] if partial else None,
+            arm if partial and arm != "R3" else None,
+            summary["objective"] if summary["objective"] != "grpo" else None,
+            "anchor rollout" if summary["anchor"] == "rollout" else None,
+            "frozen router" if summary["router"] == "frozen" else None,
+            "recorded gates" if summary["gates"] == "recorded" else None,
+            "zero mismatch" if summary["zero_mismatch"] else None,
+        ]
+        return " ".join(part for part in parts if part)
 
     def __repr__(self) -> str:
         engines = f"{self.summary['rollout_engine']} + {self.summary['trainer_engine']}"
@@ -135,7 +151,9 @@ def run_job(
 def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, store: RunStore, show: Style) -> None:
     """The loop."""
     diagnose = config.diagnostics.enabled
-    mode, planner = MODES[config.router_replay.arm], Planner(config.router_replay)
+    routers = needs_routers(config.algorithm)
+    seen: Capture = "scores" if routers else "margins" if diagnose else True
+    mode, planner = MODES[config.router_replay.arm], Planner(config.router_replay, seen)
     tokenizer = load_tokenizer(path)
     special = special_tokens(path, tokenizer)
     rollout, trainer = engines.open(config, path, special)
@@ -143,11 +161,13 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
     prompts = Prompts(config, task, tokenizer, special)
     store.write_environment()
     start, rows, paired, records, facts = _resume(store, trainer, planner)
+    probe = Probe.resume(trainer, temperature, store.path / "traces") if start else None
     if start:
         rollout.load_weights(trainer.weights(), start)
     else:
         facts["negative_control"] = _negative_control(config, rollout, trainer, prompts)
-        facts["evaluation_first"] = _evaluate(config, rollout, prompts)
+        judged = evaluate(config, rollout, prompts, *((trainer, planner) if diagnose else ()))
+        facts |= {f"evaluation_first{'' if k == 'reward' else '_' + k}": v for k, v in judged.items()}
         if mode.in_updates is not None and planner.learns_flips:
             _learn_flips(config, planner, rollout, trainer, prompts)
     bar = progress(store.path.name, config.steps, start, show)
@@ -171,11 +191,17 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
             old_replay = planner.plan(traces[mode.in_old_pass], batch, step, native)
         clock.tick("planning")
         if old_replay is None:  # native, so it is the planning pass if there was one
-            native = old = native or trainer.logprobs(batch, temperature=temperature, capture=True)
+            native = old = native or trainer.logprobs(batch, temperature=temperature, capture=seen)
             assert old.trace is not None
             traces["old"] = old.trace
         else:
-            old = trainer.logprobs(batch, temperature=temperature, replay=old_replay, measure=diagnose)
+            old = trainer.logprobs(
+                batch,
+                temperature=temperature,
+                replay=old_replay,
+                measure=diagnose,
+                capture="scores" if routers else False,
+            )
         clock.tick("old")
         if mode.in_updates == mode.in_old_pass:  # one plan in every pass of a batch
             update_replay = old_replay
@@ -186,10 +212,10 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
 
         # And once more, so that every run has its tokens scored both natively and under full R3.
         scored = {} if native is None else {"none": native}
-        if old_replay is not None and old_replay.plan.policy == "full":
+        if old_replay is not None and old_replay.plan.policy == "full" and old_replay.gates == "live":
             scored["R3"] = old
         if diagnose and "none" not in scored:
-            scored["none"] = trainer.logprobs(batch, temperature=temperature, capture=True)
+            scored["none"] = trainer.logprobs(batch, temperature=temperature, capture=seen)
         if diagnose and "R3" not in scored:
             scored["R3"] = trainer.logprobs(batch, temperature=temperature, replay=Replay.full(sample.trace))
         clock.tick("paired")
@@ -199,20 +225,29 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         if diagnose and _due(config, step, config.diagnostics.noise_floor_every):
             floor = noise_floor_row(config, rollout, trainer, batch, mu, scored["none"])
         clock.tick("noise_floor")
+        if diagnose and config.diagnostics.probe_sequences and step == 0:
+            probe = Probe.begin(trainer, batch, config.diagnostics.probe_sequences, temperature, store.path / "traces")
 
         # 3. Learn: one optimizer step on each share of the prompts, replaying what the mode says.
+        lesson = Lesson(config.algorithm, mu, old.logprobs, advantages, mask, old.trace if routers else None)
         updates: list[tuple[torch.Tensor, UpdateResult]] = []
-        for share in batch.update_shares():
-            result = trainer.update(
-                batch.select(share),
-                objective_of(config, old.logprobs[share], advantages[share], mask[share]),
-                temperature=temperature,
-                replay=None if update_replay is None else update_replay.select(share),
-                measure=diagnose,
-            )
-            if not updates:
-                _require_identity(result.logprobs, old.logprobs[share])
-            updates.append((share, result))
+        try:
+            for share in batch.update_shares():
+                result = trainer.update(
+                    batch.select(share),
+                    lesson.objective(share),
+                    temperature=temperature,
+                    replay=None if update_replay is None else update_replay.select(share),
+                    measure=diagnose,
+                    routers=routers,
+                )
+                if not updates:
+                    _require_identity(result.logprobs, old.logprobs[share])
+                updates.append((share, result))
+        except DivergedError as error:
+            facts["diverged"] = f"step {step}, update {len(updates)}: {error}"
+            logger.warning("%s diverged at %s", store.path.name, facts["diverged"])
+            break
         clock.tick("updates")
 
         # 4. Push the new weights.
@@ -239,12 +274,15 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         }
         if diagnose:
             row |= measure.paired_row(mu, scored, mask) | measure.agreement_row(sample, scored["none"]) | floor
+            row |= measure.load_row(sample) | ({} if probe is None else probe.step(trainer))
             paired += measure.paired_by_prompt(step, mu, scored, batch, sample)
             if _due(config, step, config.diagnostics.save_traces_every):
-                _save_traces(store, step, sample, scored["none"])
+                _save_traces(store, step, sample, scored["none"], probe)
+                store.write_tokens(step, measure.token_table(step, batch, sample, mu, scored))
         last = step + 1 == config.steps
         if config.evaluation.every and not last and (step + 1) % config.evaluation.every == 0:
-            row["evaluation/reward"] = _evaluate(config, rollout, prompts)
+            judged = evaluate(config, rollout, prompts, *((trainer, planner) if diagnose else ()))
+            row |= {f"evaluation/{name}": value for name, value in judged.items()}
         rows.append(row | clock.row)
         store.write_tables(rows, paired, records)
         if last or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
@@ -254,9 +292,11 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
                 write_json(folder / "state.json", state | {"replay": [r.model_dump(mode="json") for r in records]})
         bar.step(step + 1, f"reward {row['reward/mean']:.3f} k3 {row['mismatch/rollout_old/k3']:.2e}")
     bar.close()
-    facts["evaluation_last"] = _evaluate(config, rollout, prompts)
-    if diagnose:
-        facts |= _deployment(config, planner, rollout, trainer, prompts)
+    judge = (
+        diagnose and "diverged" not in facts
+    )  # a trainer that diverged may hold anything; the rollout holds the weights before
+    judged = evaluate(config, rollout, prompts, *((trainer, planner) if judge else ()))
+    facts |= {f"evaluation_last{'' if k == 'reward' else '_' + k}": v for k, v in judged.items()}
     facts["evaluated_on"] = task.evaluated_on
     store.write_tables(
         rows, paired, records
@@ -280,16 +320,6 @@ class _Clock:
         self.row[f"time/{name}"], self._last = now - self._last, now
 
 
-def objective_of(config: JobConfig, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> Objective:
-    """GRPO against the old log-probs, for the rows of one update."""
-    algorithm = config.algorithm
-
-    def objective(logp: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        return grpo_loss(logp, old[rows], advantages[rows], mask[rows], algorithm.clip_low, algorithm.clip_high)
-
-    return objective
-
-
 def _negative_control(config: JobConfig, rollout: Rollout, trainer: Trainer, prompts: Prompts) -> float | None:
     """Mean |Δ log-prob| under deliberately wrong routes, on a few prompts of the first step. Refuses a dead replay.
 
@@ -310,40 +340,12 @@ def _negative_control(config: JobConfig, rollout: Rollout, trainer: Trainer, pro
     return require_live(native.logprobs[mask].numpy(), moved.logprobs[mask].numpy(), wrong, moved.trace)
 
 
-def _evaluate(config: JobConfig, rollout: Rollout, prompts: Prompts) -> float | None:
-    """Mean reward of one sample a held-out prompt, with the same draws each time; never under replay."""
-    if not config.evaluation.prompts:
-        return None
-    problems = prompts.held_out()
-    sample, _ = prompts.sample(rollout, problems, derive_seed(config.seed, "evaluation"), group_size=1)
-    return float(prompts.rewards(sample, problems).double().mean())
-
-
 def _learn_flips(config: JobConfig, planner: Planner, rollout: Rollout, trainer: Trainer, prompts: Prompts) -> None:
     """One batch of problems that the run does not train on, so that P(flip) is known before the first plan."""
     sample, batch = prompts.sample(rollout, prompts.train(config.steps), derive_seed(config.seed, "flips"))
     native = trainer.logprobs(batch, temperature=config.rollout.sampling.temperature, capture="margins")
     assert native.trace is not None
     planner.learn_flips(sample.trace, native.trace)
-
-
-def _deployment(
-    config: JobConfig, planner: Planner, rollout: Rollout, trainer: Trainer, prompts: Prompts
-) -> measure.Row:
-    """The trained weights as a user serves them: k3 (rollout/trainer) without replay on held-out prompts, and beside it
-    under the run's own replay. The reward of the same weights is `evaluation_last`; a rollout never replays."""
-    if not config.evaluation.prompts:
-        return {}
-    temperature, wanted = config.rollout.sampling.temperature, MODES[config.router_replay.arm].in_old_pass
-    sample, batch = prompts.sample(rollout, prompts.held_out(), derive_seed(config.seed, "evaluation"), group_size=1)
-    mu, mask = measure.rollout_logprobs(batch, sample), batch.response_mask
-    native = planner.look(trainer, batch, config.steps, temperature)
-    row = {"deployment_k3_native": k3(native.logprobs, mu, mask), "deployment_k3_replayed": None}
-    if wanted == "rollout":
-        replay = planner.plan(sample.trace, batch, config.steps, native)
-        replayed = trainer.logprobs(batch, temperature=temperature, replay=replay)
-        row["deployment_k3_replayed"] = k3(replayed.logprobs, mu, mask)
-    return row
 
 
 def noise_floor_row(
@@ -405,7 +407,9 @@ def _due(config: JobConfig, step: int, every: int) -> bool:
     return step in (0, config.steps - 1) or (every > 0 and step % every == 0)
 
 
-def _save_traces(store: RunStore, step: int, sample: RolloutResult, native: LogprobResult) -> None:
+def _save_traces(store: RunStore, step: int, sample: RolloutResult, native: LogprobResult, probe: Probe | None) -> None:
     assert native.trace is not None
+    if probe is not None:
+        probe.latest.save(store.path / "traces" / f"step-{step:06d}-probe.safetensors")
     sample.trace.save(store.path / "traces" / f"step-{step:06d}-rollout.safetensors")
     native.trace.save(store.path / "traces" / f"step-{step:06d}-native.safetensors")

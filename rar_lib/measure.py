@@ -4,8 +4,13 @@ reward/, groups/, response/   what was sampled
 mismatch/rollout_old/         the run's own old pass against the rollout (METRICS 1)
 mismatch/old_new/             the updates against the old pass
 mismatch/rollout_new/         the updates against the rollout
+factorisation/                log(new/rollout) = log(old/rollout) + log(new/old), means in nats
 paired/{none,R3}/rollout_old/ the same tokens scored natively and under full R3, whatever the run's own mode
 agreement/rollout_native/     routes of the rollout against a forward without any replay (native_free)
+margin/native/                s_(K) - s_(K+1) of that forward
+load/rollout/                 how evenly the rollout used the experts: the worst layer of each number
+drift/                        routing of the same tokens since the start and in this step (probe.py)
+evaluation/                   held-out prompts (evaluate.py)
 replay/                       what replay did: the columns of a ReplayDiagnostics record
 noise_floor/                  each engine against itself
 """
@@ -16,12 +21,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import NOTHING_FORCED, LogprobResult, Replay, RolloutResult, TokenBatch, UpdateResult
-from rar_lib.metrics.agreement import agreement
-from rar_lib.metrics.mismatch import k3_terms, mismatch
+from rar_lib.metrics.agreement import agreement, flip_clustering, margin_auc
+from rar_lib.metrics.load import load_table
+from rar_lib.metrics.mismatch import factorisation, k3_terms, mismatch
 from rar_lib.metrics.replay import binding_share, drift, forced_routers, target_shift
 from rar_lib.replay.counts import PassCounts
 from rar_lib.replay.diagnostics import PassDiagnostics, ReplayDiagnostics, ScoreDiagnostics
@@ -66,6 +73,20 @@ def mismatch_row(
         **mismatch(old, mu, mask, prefix="mismatch/rollout_old/", tau=TAU),
         **mismatch(new, old, mask, prefix="mismatch/old_new/", tau=TAU),
         **mismatch(new, mu, mask, prefix="mismatch/rollout_new/", tau=TAU),
+        **_factorised(mu, old, new, mask),
+    }
+
+
+def _factorised(mu: torch.Tensor, old: torch.Tensor, new: torch.Tensor, mask: torch.Tensor) -> Row:
+    """Means in nats of total, engines and drift, and the largest error of their sum."""
+    if not mask.any():
+        return {}
+    total, engines, drifted = factorisation(mu, old, new, mask)
+    return {
+        "factorisation/new_rollout": float(total.mean()),
+        "factorisation/old_rollout": float(engines.mean()),
+        "factorisation/new_old": float(drifted.mean()),
+        "factorisation/error_max": float(np.abs(total - engines - drifted).max()),
     }
 
 
@@ -118,7 +139,52 @@ def agreement_row(sample: RolloutResult, native: LogprobResult) -> Row:
     prefix = "agreement/rollout_native/"
     layers = zip(sample.trace.header.moe_layers, compared.router_flip_by_layer(), strict=True)
     by_layer = {f"{prefix}router_flip/layer_{layer}": None if np.isnan(rate) else float(rate) for layer, rate in layers}
-    return {**compared.scalars(prefix), **by_layer}
+    clustering = flip_clustering(compared, permutations=20, seed=0)
+    row: Row = {**compared.scalars(prefix), **by_layer, f"{prefix}dispersion": clustering["dispersion"]}
+    if native.trace.margins is not None:
+        finite = native.trace.margins[compared.known & np.isfinite(native.trace.margins)]
+        if finite.size:
+            row |= {f"margin/native/p{100 * q:g}": float(np.quantile(finite, q)) for q in (0.1, 0.5, 0.9)}
+        row["margin/native/auc"] = margin_auc(native.trace.margins, compared.flipped, compared.known)
+    return row
+
+
+def load_row(sample: RolloutResult) -> Row:
+    """How evenly the rollout used the experts: of each number the worst layer."""
+    table = load_table(sample.trace)
+    return {
+        "load/rollout/max_vio": float(table["max_vio"].max()),
+        "load/rollout/cv": float(table["cv"].max()),
+        "load/rollout/effective_experts": float(table["effective_experts"].min()),
+        "load/rollout/dead": int(table["dead"].max()),
+    }
+
+
+def token_table(
+    step: int, batch: TokenBatch, sample: RolloutResult, mu: torch.Tensor, scored: Mapping[str, LogprobResult]
+) -> pd.DataFrame:
+    """A row a response token: what the figures of single tokens are drawn from.
+
+    Returns:
+        step, sequence, position, token, logp_rollout, logp_{arm} for every arm that was scored (nats), layers_flipped and
+        smallest_margin of the router calls that it was computed from, those at the token before it.
+    """
+    native = scored["none"].trace
+    assert native is not None
+    flips = agreement(sample.trace, native).flipped.sum(1)
+    inside, response = batch.token_mask, batch.response_mask
+    row, column = (part.numpy() for part in response.nonzero(as_tuple=True))
+    place = np.cumsum(inside.numpy().ravel()).reshape(inside.shape) - 1  # of each token in the packed order
+    before = place[row, column] - 1  # a response has a prompt, so the token before it is of the same sequence
+    table = {
+        "step": step, "sequence": row, "position": column, "token": batch.tokens[response].numpy(),
+        "logp_rollout": mu[response].numpy(),
+        **{f"logp_{arm}": result.logprobs[response].numpy() for arm, result in scored.items()},
+        "layers_flipped": flips[before],
+    }  # fmt: skip
+    if native.margins is not None:
+        table["smallest_margin"] = native.margins[before].min(1)
+    return pd.DataFrame(table)
 
 
 def replay_diagnostics(
@@ -248,4 +314,9 @@ def update_row(updates: Sequence[tuple[torch.Tensor, UpdateResult]], tokens: int
         "update/grad_norm_max": float(np.max([u.grad_norm for _, u in updates])),
         "update/clip_fraction": sum(u.statistics.get("clipped", 0.0) for _, u in updates) / max(1, tokens),
         "update/count": len(updates),
+        **{
+            f"update/{name}_mean": sum(u.statistics[name] for _, u in updates) / max(1, tokens)
+            for name in ("weight", "kept", "gamma")
+            if all(name in u.statistics for _, u in updates)
+        },
     }

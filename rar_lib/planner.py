@@ -28,6 +28,7 @@ class Planner:
 
     Args:
         config: policy, unit, budget, score.
+        at_least: what a planning pass keeps of the routers even where the policy needs less.
 
     Raises:
         ConfigError: for parts that do not go together.
@@ -37,14 +38,14 @@ class Planner:
         flips: what earlier batches said of P(flip).
     """
 
-    def __init__(self, config: RouterReplayConfig) -> None:
+    def __init__(self, config: RouterReplayConfig, at_least: Capture = True) -> None:
         require_policy(config.policy, config.unit, config.budget, config.ratio)
         if config.arm == "R2" and get_policy(config.policy).compares:
             raise ConfigError(
                 f"router_replay.policy: {config.policy} compares the record with the trainer's own choice, and in mode R2 they "
                 "are the same pass; use mode R3"
             )
-        self.config, self.needs = config, set(get_policy(config.policy).needs)
+        self.config, self.needs, self._at_least = config, set(get_policy(config.policy).needs), at_least
         self.score: ExpertScore | None = None
         self.flips = FlipModel.empty()
         self._sums: ScoreSums | None = None
@@ -64,9 +65,9 @@ class Planner:
     @property
     def capture(self) -> Capture:
         """What a planning pass must keep of the routers."""
-        if "scores" in self.needs:
+        if "scores" in self.needs or self._at_least == "scores":
             return "scores"
-        return "margins" if self.needs & {"margins", "flips"} else True
+        return "margins" if self.needs & {"margins", "flips"} or self._at_least == "margins" else True
 
     def request(self, batch_number: int) -> SignalRequest | None:
         """What a planning pass must back-propagate."""
@@ -130,7 +131,8 @@ class Planner:
             signals=None if native is None else native.signals,
             flips=self.flips if self.learns_flips else None, ratio=self.config.ratio,
         )  # fmt: skip
-        return Replay(record, make_plan(self.config.policy, seen, self.config.unit, self.config.budget))
+        plan = make_plan(self.config.policy, seen, self.config.unit, self.config.budget)
+        return Replay(record, plan, self.config.gates)
 
     # ---------------------------------------------------------------- state
 

@@ -22,13 +22,14 @@ from rar_lib.config import JobConfig
 from rar_lib.engines.base import LogprobResult, Objective, Rollout, RolloutResult, TokenBatch, Trainer
 from rar_lib.engines.session import EngineSession
 from rar_lib.errors import ReplayError
-from rar_lib.job import noise_floor_row, objective_of, run_job
+from rar_lib.job import noise_floor_row, run_job
 from rar_lib.measure import rollout_logprobs
 from rar_lib.metrics.agreement import agreement
 from rar_lib.progress import Style
 from rar_lib.prompts import Prompts
 from rar_lib.replay.flip_model import FlipModel
 from rar_lib.rl.advantages import group_advantages
+from rar_lib.rl.learning import Lesson
 from rar_lib.seeding import derive_seed
 from rar_lib.tasks import Task
 
@@ -61,8 +62,10 @@ class Stage:
         advantages, _ = group_advantages(self.prompts.rewards(sample, problems), batch.groups)
         mask = batch.response_mask
 
+        mu = rollout_logprobs(batch, sample)
+
         def objectives(old: torch.Tensor, share: torch.Tensor) -> Objective:
-            return objective_of(self.job, old[share], advantages[share], mask[share])
+            return Lesson(self.job.algorithm, mu, old, advantages, mask).objective(share)
 
         return sample, batch, objectives
 

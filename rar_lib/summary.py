@@ -9,6 +9,7 @@ import pandas as pd
 
 from rar_lib.config import JobConfig
 from rar_lib.measure import Row
+from rar_lib.metrics.collapse import collapsed_at
 from rar_lib.planner import Planner
 
 
@@ -48,16 +49,29 @@ def summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: Row) -> d
         "executed_equals_resolved": smallest(
             "replay/old/executed_equals_resolved", "replay/update/executed_equals_resolved"
         ),
+        "objective": config.algorithm.objective,
+        "anchor": config.algorithm.anchor,
+        "corrections": "+".join(one.name for one in config.algorithm.corrections) or None,
+        "router": "frozen" if config.algorithm.freeze_router else "learns",
+        "gates": config.router_replay.gates,
+        "updates_per_batch": config.algorithm.updates_per_batch,
+        "precision": config.rollout.precision,
+        "zero_mismatch": config.rollout.zero_mismatch,
         "rollout_engine": config.rollout.engine,
         "trainer_engine": config.trainer.engine,
         "seed": config.seed,
         "steps": len(table),
-        "reward_first": float(table["reward/mean"].iloc[0]),
-        "reward_last": float(table["reward/mean"].iloc[-1]),
+        "diverged": None,
+        "collapsed_at": collapsed_at(table["reward/mean"].tolist()) if len(table) else None,
+        "reward_first": float(table["reward/mean"].iloc[0]) if len(table) else None,
+        "reward_last": float(table["reward/mean"].iloc[-1]) if len(table) else None,
         **facts,
         "k3_rollout_old": mean("mismatch/rollout_old/k3", tokens),
         "k3_old_new": mean("mismatch/old_new/k3", tokens),
         "extreme_fraction_tau2": mean("mismatch/rollout_old/extreme_fraction_tau2", tokens),
+        "ratio_max": largest("mismatch/rollout_old/ratio_max"),
+        "grad_norm": mean("update/grad_norm"),
+        "grad_norm_max": largest("update/grad_norm_max"),
         "router_flip": mean("agreement/rollout_native/router_flip", "agreement/rollout_native/cells"),
         "token_any_flip": mean("agreement/rollout_native/token_any_flip"),
         "coverage": mean("replay/coverage"),

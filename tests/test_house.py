@@ -17,6 +17,8 @@ LAYERS = [
     {"engines", "rl", "figures"},
     {
         "measure",
+        "probe",
+        "evaluate",
         "planner",
         "prompts",
         "summary",

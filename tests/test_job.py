@@ -467,9 +467,9 @@ def test_a_run_trains_and_resumes_under_any_policy(
             assert record.score is not None
             assert record.score.spearman is not None
     if wanted.mode == "R3":
-        assert whole.summary["deployment_k3_replayed"] is not None
+        assert whole.summary["evaluation_last_k3_replayed"] is not None
         assert whole.summary["target_shift"] > 0
-    assert whole.summary["deployment_k3_native"] > 0
+    assert whole.summary["evaluation_last_k3_native"] > 0
 
 
 def test_lines_of_another_schema_are_refused_when_a_run_is_read(runs: dict[str, RunResult], tmp_path: Path) -> None:

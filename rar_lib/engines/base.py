@@ -7,7 +7,7 @@ that token t took as an input, so the last token of a sequence has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -111,10 +111,11 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Replay:
-    """Routes to force in a pass: the record, and which of it is planned."""
+    """Routes to force in a pass: the record, which of it is planned, and whether its gate weights are forced too."""
 
     trace: RouteTrace
     plan: ReplayPlan
+    gates: Literal["live", "recorded"] = "live"
 
     @classmethod
     def full(cls, trace: RouteTrace) -> Replay:
@@ -123,7 +124,7 @@ class Replay:
 
     def select(self, sequences: torch.Tensor) -> Replay:
         """The replay of some of the sequences."""
-        return Replay(*self.plan.select(self.trace, sequences.tolist()))
+        return Replay(*self.plan.select(self.trace, sequences.tolist()), self.gates)
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,22 @@ class LogprobResult:
     signals: RouteSignals | None = None
 
 
-# (logprobs [n, T], rows [n] of the batch) -> (loss of each token [n, T], statistics summed over tokens)
-Objective = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, float]]]
+class Objective(Protocol):
+    """What an update minimises."""
+
+    def __call__(
+        self, logp: torch.Tensor, rows: torch.Tensor, scores: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """The loss of each token of a micro-batch, and statistics.
+
+        Args:
+            logp: `[n, T]` in nats, with gradient.
+            rows: `[n]` int64, the rows of the update that the micro-batch holds.
+            scores: `[n, T, L, E]`, scores that the routers ranked in this forward, if the update was asked for them.
+
+        Returns:
+            Loss of each token `[n, T]`, averaged by the trainer over all response tokens of the update, and sums over tokens.
+        """
 
 
 @dataclass(frozen=True)
@@ -246,8 +261,21 @@ class Trainer(Protocol):
         temperature: float,
         replay: Replay | None = None,
         measure: bool = False,
+        routers: bool = False,
     ) -> UpdateResult:
-        """One optimizer step on the token mean of the objective over the batch; `measure` counts router gradients too."""
+        """One optimizer step on the token mean of the objective over the batch.
+
+        Args:
+            batch: the tokens.
+            objective: loss of each token.
+            temperature: divides the logits.
+            replay: routes to force.
+            measure: count fidelity, regret and router gradients of the replay.
+            routers: hand the router scores of each forward to the objective.
+
+        Raises:
+            DivergedError: if the gradient is not finite; nothing was learned.
+        """
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Present weights in Hugging Face names, one tensor an expert, detached."""

@@ -27,6 +27,11 @@ class RouteCollector:
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._beside: list[dict[str, torch.Tensor]] = []
 
+    def scores(self, rows: torch.Tensor, width: int) -> torch.Tensor:
+        """What the routers ranked in the last forward, which held these rows: `[n, T, L, E]`; it is forgotten."""
+        self.record.take(len(rows))
+        return self.record.last["scores"][:, :width]
+
     def take(self, rows: torch.Tensor) -> None:
         """The forwards since the last take held these rows of the batch."""
         self._parts.append((rows, self.record.take(len(rows)).cpu()))
@@ -68,7 +73,9 @@ def open_routes(
     with contextlib.ExitStack() as stack:
         forced = collector = None
         if replay is not None:
-            forced = stack.enter_context(replaying(model, replay.trace, replay.plan, measure=measure))
+            forced = stack.enter_context(
+                replaying(model, replay.trace, replay.plan, measure=measure, gates=replay.gates)
+            )
         if capture:
             beside = {"margins": capture in ("margins", "scores"), "scores": capture == "scores"}
             collector = RouteCollector(stack.enter_context(recording(model, **beside)))

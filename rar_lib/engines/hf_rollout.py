@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from rar_lib.checkpoint import SpecialTokens, load_model, seeded
 from rar_lib.config import RolloutConfig, SamplingConfig
-from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch, Trainer
+from rar_lib.engines.base import Capture, NamedTensors, RolloutResult, TokenBatch, Trainer
 from rar_lib.engines.hf_weights import hf_names, load_hf_weights
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.precision import at_precision
@@ -41,14 +41,22 @@ class HFRollout:
         special: tokens that end and pad a response.
         trainer: whose forward re-scores the sample under `zero_mismatch`.
         shares: update shares of a batch; the re-scoring splits into micro-batches within them, as the trainer does.
+        scores: keep all ranked router scores in the trace.
     """
 
     name = "hf"
 
     def __init__(
-        self, path: Path, config: RolloutConfig, special: SpecialTokens, trainer: Trainer | None = None, shares: int = 1
+        self,
+        path: Path,
+        config: RolloutConfig,
+        special: SpecialTokens,
+        trainer: Trainer | None = None,
+        shares: int = 1,
+        scores: bool = False,
     ) -> None:
         self.config, self.special, self.trainer, self.model_id = config, special, trainer, path.name
+        self._scores = scores
         self.model: Any = load_model(path, dtype=getattr(torch, config.dtype))
         self.shares, self.weight_version = shares, -1
 
@@ -79,7 +87,9 @@ class HFRollout:
         responses: list[tuple[int, ...]] = [()] * len(prompts)
         scores: list[tuple[float, ...]] = [()] * len(prompts)
         routes: list[np.ndarray] = [np.zeros(0)] * len(prompts)
-        with torch.no_grad(), self._noise(seed), recording(self.model, at_the_experts=True) as record:
+        ranked: list[np.ndarray] | None = [np.zeros(0)] * len(prompts) if self._scores else None
+        how = {"scores": True} if self._scores else {"at_the_experts": True}
+        with torch.no_grad(), self._noise(seed), recording(self.model, **how) as record:
             for chosen in by_length.values():
                 tokens, logp, ids = self._sample(
                     torch.tensor([list(prompts[i]) for i in chosen]), sampling, [uids[i] for i in chosen], seed, record
@@ -89,6 +99,8 @@ class HFRollout:
                     length = next((i + 1 for i, t in enumerate(drawn) if t in self.special.end), len(drawn))
                     responses[i], scores[i] = tuple(drawn[:length]), tuple(logp[row, :length].tolist())
                     routes[i] = ids[row, : len(prompts[i]) + length - 1].numpy()
+                    if ranked is not None:
+                        ranked[i] = record.last["scores"][row, : len(prompts[i]) + length - 1].float().numpy()
             header = record.header
         trace = pack_rollout(
             header.model_copy(
@@ -104,6 +116,7 @@ class HFRollout:
             scores,
             routes,
             self.weight_version,
+            ranked,
         )
         result = RolloutResult(
             tuple(responses), tuple(scores), trace, self.weight_version, time.perf_counter() - started
@@ -158,7 +171,8 @@ class HFRollout:
         """The same tokens with log-probs and routes of the trainer's forward, as if it had sampled them."""
         assert self.trainer is not None
         batch = TokenBatch.pack(prompts, result.responses, uids, range(len(prompts)), self.special.pad, self.shares)
-        again = self.trainer.logprobs(batch, temperature=sampling.temperature, capture=True)
+        capture: Capture = "scores" if self._scores else True
+        again = self.trainer.logprobs(batch, temperature=sampling.temperature, capture=capture)
         assert again.trace is not None
         mask = batch.response_mask
         scores = tuple(tuple(again.logprobs[i][mask[i]].tolist()) for i in range(len(batch)))
@@ -170,6 +184,7 @@ class HFRollout:
             again.trace.status,
             token_ids=again.trace.token_ids,
             logprobs=np.where(mask[batch.token_mask], again.logprobs[batch.token_mask], np.nan).astype(np.float32),
+            scores=again.trace.scores,
             policy_version=result.trace.policy_version,
         )
         return RolloutResult(result.responses, scores, trace, result.weight_version, result.seconds)
@@ -201,8 +216,10 @@ def pack_rollout(
     logprobs: Sequence[Sequence[float]],
     routes: Sequence[np.ndarray],
     version: int,
+    scores: Sequence[np.ndarray] | None = None,
 ) -> RouteTrace:
-    """A rollout trace from `[P + R - 1, L, K]` routes a sequence: the last token of each has none.
+    """A rollout trace from `[P + R - 1, L, K]` routes a sequence, and `[P + R - 1, L, E]` scores if there are any: the last token of
+    each has none.
 
     Raises:
         EngineError: if a sequence has another number of rows; names it, its tokens T and the rows found.
@@ -224,12 +241,17 @@ def pack_rollout(
     logp = np.concatenate(
         [np.concatenate([np.full(len(p), np.nan), r]) for p, r in zip(prompts, logprobs, strict=True)]
     ).astype(np.float32)
+    ranked = None
+    if scores is not None:
+        end = np.zeros((1, header.num_layers, header.num_experts), np.float32)
+        ranked = np.concatenate([part for rows in scores for part in (rows, end)])
     return RouteTrace.from_packed(
         header,
         experts,
         lengths,
         status,
         token_ids=tokens,
+        scores=ranked,
         logprobs=logp,
         policy_version=np.full(len(tokens), version, dtype=np.int64),
     )

@@ -22,7 +22,7 @@ from rar_lib.engines.hf_experts import HFBlock
 from rar_lib.engines.hf_weights import hf_names
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.taps import open_taps
-from rar_lib.errors import EngineError
+from rar_lib.errors import DivergedError, EngineError
 from rar_lib.replay.points import find_points
 from rar_lib.replay.scores import SignalRequest
 
@@ -60,6 +60,9 @@ class HFTrainer:
         found = find_points(self.model)
         self._points = found.points
         self._blocks = [HFBlock(experts) for experts in getattr(found, "experts", [])]
+        if algorithm.freeze_router:
+            for router in getattr(found, "routers", []):
+                router.requires_grad_(False)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=algorithm.lr, weight_decay=algorithm.weight_decay
         )
@@ -111,6 +114,7 @@ class HFTrainer:
         temperature: float,
         replay: Replay | None = None,
         measure: bool = False,
+        routers: bool = False,
     ) -> UpdateResult:
         """See `Trainer.update`."""
         mask = batch.response_mask
@@ -118,12 +122,16 @@ class HFTrainer:
         out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         loss, statistics = 0.0, dict[str, float]()
         self.optimizer.zero_grad()
-        with open_routes(self.model, batch, replay, capture=False, measure=measure) as (forced, _):
+        capture: Capture = "scores" if routers else False
+        with open_routes(self.model, batch, replay, capture, measure) as (forced, collector):
             for rows in batch.micro_batches(self.config.micro_batch_size):
                 if forced is not None:
                     forced.focus(rows)
+                elif collector is not None:
+                    collector.record.begin()
                 logp = response_logprobs(self._logits(batch.tokens[rows]), batch.tokens[rows], mask[rows], temperature)
-                terms, sums = objective(logp, rows)
+                scores = None if collector is None else collector.scores(rows, logp.shape[1])
+                terms, sums = objective(logp, rows, scores)
                 part = terms[mask[rows]].sum() / tokens
                 part.backward()
                 loss += float(part.detach())
@@ -131,7 +139,7 @@ class HFTrainer:
                 statistics = {name: statistics.get(name, 0.0) + value for name, value in sums.items()}
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.algorithm.max_grad_norm)
         if not torch.isfinite(norm):
-            raise EngineError(f"gradient norm is {float(norm)} at a loss of {loss}: the update was not taken")
+            raise DivergedError(f"gradient norm is {float(norm)} at a loss of {loss}: the update was not taken")
         self.optimizer.step()
         return UpdateResult(loss, float(norm), out, statistics, route_counts(forced))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from safetensors.torch import load_file, save_file
 
 from rar_lib.config import AlgorithmConfig, TrainerConfig
 from rar_lib.engines.base import Capture, LogprobResult, Objective, Replay, TokenBatch, UpdateResult
-from rar_lib.engines.capture import open_routes, require_capture, route_counts
+from rar_lib.engines.capture import RouteCollector, open_routes, require_capture, route_counts
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.megatron_cpu import import_megatron, start_parallel_state, without_cuda
 from rar_lib.engines.megatron_experts import MegatronBlock
 from rar_lib.engines.megatron_model import build_model, hf_weights
 from rar_lib.engines.taps import open_taps
-from rar_lib.errors import EngineError
+from rar_lib.errors import DivergedError, EngineError
+from rar_lib.replay.force import Replaying
 from rar_lib.replay.points import find_points
 from rar_lib.replay.scores import SignalRequest
 
@@ -64,6 +65,9 @@ class MegatronTrainer:
         self.config, self.algorithm, self.model_id = config, algorithm, path.name
         with without_cuda():
             self.model: Any = build_model(path, config)
+            if algorithm.freeze_router:
+                for layer in self.model.decoder.layers:
+                    layer.mlp.router.requires_grad_(False)
             chunk = self.model
             if config.dtype == "bfloat16":
                 from megatron.core.transformer.module import Float16Module
@@ -99,17 +103,17 @@ class MegatronTrainer:
     # ---------------------------------------------------------------- passes
 
     def _run(
-        self, batch: TokenBatch, micro_batch_size: int, forced: Any, after: Any, *, forward_only: bool
+        self, batch: TokenBatch, micro_batch_size: int, focus: Any, after: Any, *, forward_only: bool
     ) -> list[Any]:
-        """Megatron's schedule over the micro-batches; `after(rows, logits)` gives what its loss function returns."""
+        """Megatron's schedule over the micro-batches: `focus(rows)` before each forward, `after(rows, logits)` gives what its loss
+        function returns."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         parts = batch.micro_batches(micro_batch_size)
 
         def forward_step(iterator: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
             rows = next(iterator)
-            if forced is not None:
-                forced.focus(rows)
+            focus(rows)
             tokens = batch.tokens[rows]
             length = tokens.shape[1]
             positions = torch.arange(length)[None, :].expand_as(tokens)
@@ -159,7 +163,8 @@ class MegatronTrainer:
                     collector.take(rows)
                 return out.new_zeros(()), torch.zeros((), dtype=torch.int), {}
 
-            self._run(batch, micro_batch_size or self.config.micro_batch_size, forced, after, forward_only=True)
+            focus = _focus(forced, collector)
+            self._run(batch, micro_batch_size or self.config.micro_batch_size, focus, after, forward_only=True)
         trace = collector.trace(batch, "old", self.name, self.model_id) if collector is not None else None
         return LogprobResult(out, trace, route_counts(forced), None if taps is None else taps.signals())
 
@@ -182,6 +187,7 @@ class MegatronTrainer:
         temperature: float,
         replay: Replay | None = None,
         measure: bool = False,
+        routers: bool = False,
     ) -> UpdateResult:
         """The gradient of the token mean, left in the parameters (`main_grad`); grad_norm is NaN. See `update`."""
         mask = batch.response_mask
@@ -192,7 +198,8 @@ class MegatronTrainer:
         def after(rows: torch.Tensor, logits: torch.Tensor) -> Any:
             nonlocal total
             logp = response_logprobs(logits, batch.tokens[rows], mask[rows], temperature)
-            terms, sums = objective(logp, rows)
+            scores = None if collector is None else collector.scores(rows, logp.shape[1])
+            terms, sums = objective(logp, rows, scores)
             out[rows] = logp.detach().float()
             for name, value in sums.items():
                 statistics[name] = statistics.get(name, 0.0) + value
@@ -202,8 +209,10 @@ class MegatronTrainer:
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with without_cuda(), open_routes(self.model, batch, replay, False, measure) as (forced, _):
-            self._run(batch, self.config.micro_batch_size, forced, after, forward_only=False)
+        capture: Capture = "scores" if routers else False
+        with without_cuda(), open_routes(self.model, batch, replay, capture, measure) as (forced, collector):
+            focus = _focus(forced, collector)
+            self._run(batch, self.config.micro_batch_size, focus, after, forward_only=False)
         tokens = int(mask.sum())
         counts = route_counts(forced)  # seen by hooks before Megatron divides by the tokens of the batch
         counts = replace(
@@ -221,14 +230,17 @@ class MegatronTrainer:
         temperature: float,
         replay: Replay | None = None,
         measure: bool = False,
+        routers: bool = False,
     ) -> UpdateResult:
         """See `Trainer.update`."""
-        result = self.gradients(batch, objective, temperature=temperature, replay=replay, measure=measure)
+        result = self.gradients(
+            batch, objective, temperature=temperature, replay=replay, measure=measure, routers=routers
+        )
         with without_cuda():
             self.optimizer.prepare_grads()
             norm = self.optimizer.get_grad_norm()
             if not math.isfinite(norm):  # Megatron's own step would write it into the weights
-                raise EngineError(f"gradient norm is {norm} at a loss of {result.loss}: the update was not taken")
+                raise DivergedError(f"gradient norm is {norm} at a loss of {result.loss}: the update was not taken")
             self.optimizer.step()
         return replace(result, grad_norm=float(norm))
 
@@ -269,3 +281,15 @@ class MegatronTrainer:
                 for key in ("step", "exp_avg", "exp_avg_sq"):
                     if f"optimizer.{key}.{name}" in tensors:
                         moments[key] = tensors[f"optimizer.{key}.{name}"].clone()
+
+
+def _focus(forced: Replaying | None, collector: RouteCollector | None) -> Callable[[torch.Tensor], None]:
+    """What tells a replay, or else a recording, that the next forward holds these rows of the batch."""
+
+    def focus(rows: torch.Tensor) -> None:
+        if forced is not None:
+            forced.focus(rows)
+        elif collector is not None:
+            collector.record.begin()
+
+    return focus

@@ -75,7 +75,8 @@ class EngineSession:
         else:
             from rar_lib.engines.hf_rollout import HFRollout
 
-            rollout = HFRollout(path, config.rollout, special, trainer, config.algorithm.updates_per_batch)
+            scores = config.router_replay.gates == "recorded"
+            rollout = HFRollout(path, config.rollout, special, trainer, config.algorithm.updates_per_batch, scores)
         rollout.check_sync(trainer.weights())
         rollout.load_weights(trainer.weights(), 0)
         return rollout, trainer

@@ -47,6 +47,13 @@ POLICY_STYLE: dict[str, tuple[str, str, str]] = {
     "random_route": (OKABE_ITO["grey"], "o", "--"),
     "random_cell": (OKABE_ITO["grey"], ">", ":"),
     "random_cell_resampled": (OKABE_ITO["grey"], "1", ":"),
+    "tis": (OKABE_ITO["purple"], "p", "--"),
+    "icepop": (OKABE_ITO["sky"], "H", "--"),
+    "seq_mis": (OKABE_ITO["purple"], "8", ":"),
+    "geo_rs": (OKABE_ITO["sky"], "2", ":"),
+    "opsm": (OKABE_ITO["yellow"], "3", "--"),
+    "rspo": (OKABE_ITO["orange"], "4", ":"),
+    "R3+tis": (OKABE_ITO["blue"], "<", "--"),
 }
 POLICY_COLOUR = {name: style[0] for name, style in POLICY_STYLE.items()}
 POLICY_MARKER = {name: style[1] for name, style in POLICY_STYLE.items()}
@@ -90,8 +97,9 @@ def new_figure(
 
 
 def family(label: str) -> str:
-    """The policy in a label such as `margin 0.25`."""
-    return label.partition(" ")[0]
+    """The policy in a label such as `margin 0.25` or `tis+geo_rs`, as POLICY_STYLE names it."""
+    head = label.partition(" ")[0]
+    return head if head in POLICY_STYLE else head.partition("+")[0]
 
 
 def policies(table: pd.DataFrame) -> list[str]:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 import torch
 
 from rar_lib.errors import ReplayError
 from rar_lib.replay.force import Replaying
 from rar_lib.replay.plan import ReplayPlan, full_plan
-from rar_lib.replay.points import at_experts, selecting, tapping, watching
+from rar_lib.replay.points import at_experts, gating, selecting, tapping, watching
 from rar_lib.replay.record import Recording
 from rar_lib.traces.trace import RouteTrace
 
@@ -59,7 +60,12 @@ def recording(
 
 @contextmanager
 def replaying(
-    model: torch.nn.Module, trace: RouteTrace, plan: ReplayPlan | None = None, *, measure: bool = False
+    model: torch.nn.Module,
+    trace: RouteTrace,
+    plan: ReplayPlan | None = None,
+    *,
+    measure: bool = False,
+    gates: Literal["live", "recorded"] = "live",
 ) -> Iterator[Replaying]:
     """Force the recorded routes of a trace in every forward of a model.
 
@@ -68,17 +74,24 @@ def replaying(
         trace: routes of the sequences that will be forwarded.
         plan: which routes to force; by default all that are recorded.
         measure: count fidelity, regret and router gradients too (Replaying.counts). Numbers are unchanged, bit for bit.
+        gates: `recorded` replays the recorded scores of planned sets too, so the router has no say and no gradient there: an upper
+            bound for diagnosis. The recording model must rank the same kind of score (Transformers routers of one family).
 
     Raises:
-        ReplayError: if experts, top-k or MoE layers of trace and model differ, if the rows of a forward do not fit, or if
+        ReplayError: if gates are to be replayed that the trace does not carry, or under a plan of single experts; if experts, top-k or MoE layers of trace and model differ, if the rows of a forward do not fit, or if
             the forward holds other tokens than the trace (where the trace carries its tokens).
     """
-    replay = Replaying(model, trace, full_plan(trace) if plan is None else plan, measure)
+    plan = full_plan(trace) if plan is None else plan
+    if gates == "recorded" and plan.unit != "token_layer":
+        raise ReplayError(f"recorded gates are replayed for whole sets; expected unit token_layer, found {plan.unit}")
+    replay = Replaying(model, trace, plan, measure, gates == "recorded")
     handle = model.register_forward_pre_hook(replay._check_inputs, with_kwargs=True)
     try:
         with ExitStack() as stack:
             stack.enter_context(selecting(model, [replay._select] * len(replay._points)))
             stack.enter_context(watching(model))
+            if gates == "recorded":
+                stack.enter_context(gating(model, replay._recorded_gates))
             if measure:
                 stack.enter_context(tapping(model, replay._listen))
             yield replay

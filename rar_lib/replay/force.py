@@ -26,7 +26,9 @@ class Replaying:
         changed_cells: (token, layer) cells whose executed set of experts differs from the router's live choice.
     """
 
-    def __init__(self, model: torch.nn.Module, trace: RouteTrace, plan: ReplayPlan, measure: bool = False) -> None:
+    def __init__(
+        self, model: torch.nn.Module, trace: RouteTrace, plan: ReplayPlan, measure: bool = False, gates: bool = False
+    ) -> None:
         mine = describe_routers(model)
         theirs = trace.header
         for name, expected, found in (
@@ -57,6 +59,7 @@ class Replaying:
         self._rows: torch.Tensor = torch.arange(trace.num_sequences)
         self._lengths = torch.from_numpy(trace.lengths)
         self._tokens = _padded_tokens(trace)
+        self._gates = _padded_scores(trace, inside) if gates else None
         self._bias = None if plan.bias is None else torch.from_numpy(np.asarray(plan.bias, np.float32))
         self.forced_units = 0
         self.changed_cells = 0
@@ -131,6 +134,18 @@ class Replaying:
             self._count(point, recorded, asked, scores.detach(), ids, used)
         return used
 
+    def _recorded_gates(self, point: SelectionPoint, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The recorded scores of the ids in use, where their set was planned; elsewhere the live ones."""
+        assert self._gates is not None
+        column = self._column[point.layer]
+        recorded, planned = self._gates[self._rows, :, column], self._planned[self._rows, :, column]
+        missing = len(values) // len(recorded) - recorded.shape[1]
+        if missing:
+            recorded = torch.cat([recorded, recorded.new_zeros((len(recorded), missing, recorded.shape[-1]))], 1)
+            planned = torch.cat([planned, planned.new_zeros((len(planned), missing))], 1)
+        rows, forced = point.flatten(recorded).to(values.device), point.flatten(planned).to(values.device)
+        return torch.where(forced[:, None], rows.to(values.dtype).gather(-1, ids), values)
+
     def _count(
         self,
         point: SelectionPoint,
@@ -178,6 +193,15 @@ class Replaying:
             self.forced_units, self.changed_cells, self._compared, self._differing, self._cells, self._kept,
             self._regret, gradients["forced"], self._slots["forced"], gradients["free"], self._slots["free"],
         )  # fmt: skip
+
+
+def _padded_scores(trace: RouteTrace, inside: np.ndarray) -> torch.Tensor:
+    """`[S, T, L, E]` float32, right-padded with 0."""
+    if trace.scores is None:
+        raise ReplayError("recorded gates: the trace carries no router scores; record it with scores=True")
+    scores = np.zeros((*inside.shape, *trace.scores.shape[1:]), np.float32)
+    scores[inside] = trace.scores
+    return torch.from_numpy(scores)
 
 
 def _padded_tokens(trace: RouteTrace) -> torch.Tensor | None:

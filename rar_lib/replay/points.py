@@ -45,6 +45,13 @@ class Tap(Protocol):
         """Given `logits [..., E]`, a node of the graph, and the ids `[rows, K]` in use."""
 
 
+class Gates(Protocol):
+    """Something that replaces the scores of the picked experts."""
+
+    def __call__(self, point: SelectionPoint, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Given the live scores `[rows, K]` of the ids `[rows, K]` in use, return those to use."""
+
+
 class SelectionPoint:
     """The pick of one router.
 
@@ -71,6 +78,7 @@ class SelectionPoint:
         self.groups = groups
         self.selectors: list[Selector] = []
         self.taps: list[Tap] = []
+        self.gates: list[Gates] = []
         self.watched = 0  # open contexts that compare what the experts got with what was picked
         self.forwards = 0  # since the last `begin`
         self._used: torch.Tensor | None = None
@@ -151,7 +159,13 @@ class SelectionPoint:
         values, native = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if not self.selectors:
             return values, native
-        return _gather(scores, values, native, self.select(scores, native))
+        return self.gated(*_gather(scores, values, native, self.select(scores, native)))
+
+    def gated(self, values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and ids of a pick, the values replaced where recorded gates are replayed."""
+        for gates in self.gates:
+            values = gates(self, values, ids)
+        return values, ids
 
 
 def _in_backward() -> bool:
@@ -191,7 +205,7 @@ class _InterceptTopK(TorchFunctionMode):
             return out
         self.calls += 1
         values, native = out
-        values, ids = _gather(scores, values, native, point.select(scores, native))
+        values, ids = point.gated(*_gather(scores, values, native, point.select(scores, native)))
         return torch.return_types.topk((values, ids))
 
 
@@ -394,6 +408,19 @@ def tapping(model: torch.nn.Module, tap: Tap) -> Iterator[list[SelectionPoint]]:
     finally:
         for point in points:
             point.taps.remove(tap)
+
+
+@contextmanager
+def gating(model: torch.nn.Module, gates: Gates) -> Iterator[list[SelectionPoint]]:
+    """Let something replace the scores of the picked experts at every router, inside a context that selects."""
+    points = find_points(model).points
+    for point in points:
+        point.gates.append(gates)
+    try:
+        yield points
+    finally:
+        for point in points:
+            point.gates.remove(gates)
 
 
 @contextmanager

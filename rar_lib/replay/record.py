@@ -60,6 +60,11 @@ class Recording:
             goes_on = cache is not None and cache.get_seq_length() > 0
             self._inputs.append((tokens, kwargs.get("attention_mask"), goes_on))
 
+    def begin(self) -> None:
+        """A new micro-batch starts; needed where the backward pass recomputes activations."""
+        for point in self._points:
+            point.begin()
+
     def take(self, num_sequences: int) -> torch.Tensor:
         """Return and forget what was recorded since the last take: `[num_sequences, T, L, K]` int64.
 
@@ -71,10 +76,9 @@ class Recording:
         counts = {layer: len(chunks) for layer, chunks in self._ids.items()}
         if len(set(counts.values())) != 1 or not all(counts.values()):
             raise ReplayError(f"routers fired unequally often since the last take, by layer: {counts}")
-        stacked = self._stacked(self._ids, num_sequences, 0, max(counts.values()))
-        self.last = {
-            name: self._stacked(rows, num_sequences, 0, max(counts.values())) for name, rows in self._beside.items()
-        }
+        end = max(counts.values())
+        stacked = self._stacked(self._ids, num_sequences, 0, end)
+        self.last = {name: self._stacked(rows, num_sequences, 0, end) for name, rows in self._beside.items()}
         self._forget()
         return stacked
 

@@ -5,13 +5,15 @@
         environment.json     versions, threads, machine kind, git revision
         metrics.parquet      a row a step
         paired.parquet       a row a step and prompt: sums of k3 under none and under R3 on the same tokens
+        tokens.parquet       a row a response token of some steps: its log-probs by source, flipped layers and margin behind it
         replay.jsonl         a line a step: what replay did (replay/diagnostics.py, data/schema/)
         traces/              route traces of some steps
         checkpoints/         trainer state; the newest two are kept
         summary.json         written last: its presence means that the run is complete
 
-The hash covers the resolved config, the digests of checkpoint and task, and the library version, so the same run twice
-is one run. Every file is written beside its place and renamed into it.
+The hash covers what the config sets apart from the defaults, the digests of checkpoint and task, and the library version, so the
+same run twice is one run, and a setting that is added to the library later renames no run. config.json holds every value, and a
+folder whose values are not those of today's defaults is refused. Every file is written beside its place and renamed into it.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def identity(config: JobConfig, digests: dict[str, str]) -> dict[str, Any]:
 
     The checkpoint counts by its digest and not by its path, and the three ways to switch replay off are one.
     """
-    computed = config.resolved()
-    computed["model"] = {}
+    computed = config.model_dump(mode="json", exclude_defaults=True)
+    computed.pop("model", None)
     if config.router_replay.arm == "none":
         computed["router_replay"] = {"enabled": False}
     return {"computed": computed, "digests": digests, "version": rar_lib.__version__}
@@ -116,6 +118,11 @@ class RunStore:
             raise RunError(f"run folder {self.path}: config.json cannot be read: {error}") from None
         if {name: theirs.get(name) for name in mine} != mine:
             raise RunError(f"run folder {self.path}: config.json is of another run than its name says")
+        moved = _differing(theirs.get("config", {}), self.config.resolved())
+        if moved:
+            raise RunError(
+                f"run folder {self.path}: made when a default was another; {', '.join(moved)}: remove the folder, or set the value"
+            )
 
     # ---------------------------------------------------------------- tables
 
@@ -152,6 +159,21 @@ class RunStore:
             write_table(self.path / "metrics.parquet", pd.DataFrame(metrics))
             write_table(self.path / "paired.parquet", pd.DataFrame(paired))
             write_text(self.path / "replay.jsonl", to_lines(replay))
+
+    def tokens(self) -> pd.DataFrame:
+        """The table of single tokens so far."""
+        return read_table(self.path / "tokens.parquet")
+
+    def write_tokens(self, step: int, tokens: pd.DataFrame) -> None:
+        """Add the tokens of a step, in place of those that an interrupted run may have left of it or of later ones.
+
+        Raises:
+            RunError: if they cannot be written.
+        """
+        before = self.tokens()
+        with self._writing():
+            kept = before[before["step"] < step] if len(before) else before
+            write_table(self.path / "tokens.parquet", pd.concat([kept, tokens], ignore_index=True))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -201,6 +223,19 @@ class RunStore:
         """The newest whole checkpoint."""
         steps = self.checkpoints()
         return (steps[-1], self.path / "checkpoints" / f"step-{steps[-1]:06d}") if steps else None
+
+
+def _differing(stored: dict[str, Any], today: dict[str, Any], prefix: str = "") -> list[str]:
+    """Settings that both know and that differ, but for the path of the model and what a switched-off replay would have forced."""
+    found = []
+    for name, value in stored.items():
+        if name not in today or (not prefix and name in ("model", "router_replay")):
+            continue
+        if isinstance(value, dict) and isinstance(today[name], dict):
+            found += _differing(value, today[name], f"{prefix}{name}.")
+        elif value != today[name]:
+            found.append(f"{prefix}{name} was {value!r}, is {today[name]!r}")
+    return found
 
 
 def write_json(path: Path, value: Any) -> None:
