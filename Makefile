@@ -14,11 +14,12 @@ export JUPYTER_PLATFORM_DIRS := 1
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
-.PHONY: help setup demo test lab clean
+.PHONY: help setup demo test parity lab clean
 help:
 	@echo "make setup   environment in $(VENV) from requirements.lock"
 	@echo "make demo    the quickstart on vLLM and Megatron-Core: none, R2 and R3"
 	@echo "make test    ruff, types, pytest, nbval"
+	@echo "make parity  verl in an environment of its own, for the tests that compare with it"
 	@echo "make lab     JupyterLab on 127.0.0.1 in notebooks/"
 	@echo "make clean   remove $(VENV) and caches; runs in data/runs stay"
 
@@ -47,9 +48,19 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest --nbval-lax --nbval-cell-timeout=900 -W default $(wildcard notebooks/*.ipynb)
 
+parity: .venv-verl/.installed
+
+# verl in an environment that sees the packages of .venv, so that neither moves the other's versions.
+.venv-verl/.installed: $(STAMP) tests/parity/requirements-verl.txt
+	@[ -x .venv-verl/bin/python ] || "$(PYTHON)" -m venv .venv-verl
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$(.venv-verl/bin/python -c 'import site; print(site.getsitepackages()[0])')/rar.pth"
+	@echo "installing tests/parity/requirements-verl.txt"
+	@.venv-verl/bin/python -m pip install --quiet --no-deps --requirement tests/parity/requirements-verl.txt
+	@touch $@
+
 lab: $(STAMP)
 	$(BIN)/jupyter lab --ip=127.0.0.1 --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-verl build *.egg-info .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -76,7 +76,7 @@ def stepper(trainer: Any, batch: TokenBatch, forced: Replay | None) -> Any:
     advantages, mask = torch.linspace(-1, 1, len(batch)), batch.response_mask
     old = trainer.logprobs(batch, temperature=1.0, replay=forced).logprobs
 
-    def objective(logp: torch.Tensor, rows: torch.Tensor) -> Any:
+    def objective(logp: torch.Tensor, rows: torch.Tensor, scores: Any = None) -> Any:
         return grpo_loss(logp, old[rows], advantages[rows], mask[rows], 0.2, 0.2)
 
     return lambda: trainer.update(batch, objective, temperature=1.0, replay=forced)
@@ -107,7 +107,7 @@ def planning_overhead(config: JobConfig, rounds: int) -> dict[str, Any]:
         hf = trainer.name == "hf"
         mask = batch.response_mask
 
-        def objective(logp: torch.Tensor, rows: torch.Tensor) -> Any:
+        def objective(logp: torch.Tensor, rows: torch.Tensor, scores: Any = None) -> Any:
             return -logp, {}
 
         def forward_backward() -> None:

@@ -23,13 +23,14 @@ from rar_lib.arms import Arm, score_arms
 from rar_lib.checkpoint import DATA_DIR, digest_checkpoint, resolve_checkpoint
 from rar_lib.config import JobConfig
 from rar_lib.engines.session import EngineSession, resolve_engines
+from rar_lib.errors import RunError
 from rar_lib.metrics.contrasts import Efficiencies, at_equal_binding, efficiencies, slope
 from rar_lib.metrics.replay import verdict
 from rar_lib.progress import Style
 from rar_lib.replay.budget import as_fraction
 from rar_lib.replay.plan import Unit
 from rar_lib.replay.policies import get_policy
-from rar_lib.runs.store import RUNS_DIR, describe_environment, identity, read_table, write_json, write_table
+from rar_lib.runs.store import RUNS_DIR, describe_environment, differing, identity, read_table, write_json, write_table
 from rar_lib.stages import flip_calibration_table, stages
 from rar_lib.tasks import Task
 
@@ -282,6 +283,7 @@ def run_frontier(
     name = "frontier-" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
     for folder in (SHIPPED / name, runs / name):
         if (folder / "facts.json").exists():
+            _require_today(folder, bare)
             return _load(folder)
     if session is not None:
         found = _compute(config, bare, session, runs, show)
@@ -290,11 +292,23 @@ def run_frontier(
             found = _compute(config, bare, own, runs, show)
     folder = runs / name
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", content)
+    write_json(folder / "config.json", {"config": bare.resolved(), **content})
     for part in ("table", "by_prompt", "calibration"):
         write_table(folder / f"{part}.parquet", getattr(found, part))
     write_json(folder / "facts.json", found.facts)  # last: its presence means that all is there
     return found
+
+
+def _require_today(folder: Path, job: JobConfig) -> None:
+    """A stored result names what it set apart from the defaults; the defaults must be those of then.
+
+    Raises:
+        RunError: if one has changed since.
+    """
+    stored = json.loads((folder / "config.json").read_text())["config"]
+    moved = differing(stored, job.resolved())
+    if moved:
+        raise RunError(f"{folder.name}: made when a default was another; {', '.join(moved)}: set the value to use it")
 
 
 def _load(folder: Path) -> Frontier:

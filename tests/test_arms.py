@@ -38,7 +38,9 @@ def objectives(sampled: Sampled) -> Any:
 
     def make(old: torch.Tensor, share: torch.Tensor) -> Any:
         mask = batch.response_mask[share]
-        return lambda logp, rows: grpo_loss(logp, old[share][rows], advantages[share][rows], mask[rows], 0.2, 0.2)
+        return lambda logp, rows, scores=None: grpo_loss(
+            logp, old[share][rows], advantages[share][rows], mask[rows], 0.2, 0.2
+        )
 
     return make
 

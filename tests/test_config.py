@@ -93,6 +93,8 @@ def test_every_flat_name_reaches_a_field() -> None:
         "rollout_dtype": "float32",
     }
     values |= {"trainer_dtype": "bfloat16", "routes": "uniform", "unit": "slot", "score": "swap"}
+    values |= {"objective": "gspo", "anchor": "rollout", "corrections": "opsm", "gates": "recorded"}
+    values |= {"freeze_router": True, "zero_mismatch": True}
     numbers = dict.fromkeys(("router_noise", "temperature", "clip_low", "clip_high", "lr"), 0.5)
     given: dict[str, Any] = values | numbers | {n: 16 for n in FLAT_NAMES if n not in values and n not in numbers}
     hf = JobConfig.from_flat(engine="hf")

@@ -280,5 +280,5 @@ def test_a_gradient_that_is_not_finite(checkpoint: Path, sampled: Sampled) -> No
         fresh: Any = build(checkpoint, config.trainer, config.algorithm)
         before = {name: weight.clone() for name, weight in fresh.weights()}
         with pytest.raises(EngineError, match="gradient norm is"):
-            fresh.update(sampled.batch, lambda logp, rows: (logp * torch.inf, {}), temperature=1.0)
+            fresh.update(sampled.batch, lambda logp, rows, scores=None: (logp * torch.inf, {}), temperature=1.0)
         assert all(torch.equal(before[name], weight) for name, weight in fresh.weights())

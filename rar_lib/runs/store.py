@@ -118,7 +118,7 @@ class RunStore:
             raise RunError(f"run folder {self.path}: config.json cannot be read: {error}") from None
         if {name: theirs.get(name) for name in mine} != mine:
             raise RunError(f"run folder {self.path}: config.json is of another run than its name says")
-        moved = _differing(theirs.get("config", {}), self.config.resolved())
+        moved = differing(theirs.get("config", {}), self.config.resolved())
         if moved:
             raise RunError(
                 f"run folder {self.path}: made when a default was another; {', '.join(moved)}: remove the folder, or set the value"
@@ -225,14 +225,14 @@ class RunStore:
         return (steps[-1], self.path / "checkpoints" / f"step-{steps[-1]:06d}") if steps else None
 
 
-def _differing(stored: dict[str, Any], today: dict[str, Any], prefix: str = "") -> list[str]:
+def differing(stored: dict[str, Any], today: dict[str, Any], prefix: str = "") -> list[str]:
     """Settings that both know and that differ, but for the path of the model and what a switched-off replay would have forced."""
     found = []
     for name, value in stored.items():
         if name not in today or (not prefix and name in ("model", "router_replay")):
             continue
         if isinstance(value, dict) and isinstance(today[name], dict):
-            found += _differing(value, today[name], f"{prefix}{name}.")
+            found += differing(value, today[name], f"{prefix}{name}.")
         elif value != today[name]:
             found.append(f"{prefix}{name} was {value!r}, is {today[name]!r}")
     return found

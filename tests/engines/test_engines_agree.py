@@ -59,7 +59,7 @@ def stage(request: Any, pair: Any, hf: HFTrainer, tokenizer: Any, task: Any) -> 
     return sample(rollout, tokenizer, task, seed=2)
 
 
-def _pull(logp: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+def _pull(logp: torch.Tensor, rows: torch.Tensor, scores: Any = None) -> tuple[torch.Tensor, dict[str, float]]:
     """An objective with a known sign pattern, large enough to move the weights."""
     return -logp * torch.where(rows % 2 == 0, 1.0, -1.0)[:, None], {}
 

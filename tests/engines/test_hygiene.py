@@ -122,7 +122,7 @@ def test_an_interrupted_pass_leaves_nothing_behind(
     native = score(trainer, sampled)
     calls = 0
 
-    def breaks(logp: torch.Tensor, rows: torch.Tensor) -> Any:
+    def breaks(logp: torch.Tensor, rows: torch.Tensor, scores: Any = None) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
@@ -134,8 +134,10 @@ def test_an_interrupted_pass_leaves_nothing_behind(
     assert calls == 2
     untouched(trainer.model)
     assert torch.equal(score(trainer, sampled), native)
-    whole = trainer.update(sampled.batch, lambda logp, rows: (-logp, {}), temperature=1.0)
-    alone = build(engine, checkpoint).update(sampled.batch, lambda logp, rows: (-logp, {}), temperature=1.0)
+    whole = trainer.update(sampled.batch, lambda logp, rows, scores=None: (-logp, {}), temperature=1.0)
+    alone = build(engine, checkpoint).update(
+        sampled.batch, lambda logp, rows, scores=None: (-logp, {}), temperature=1.0
+    )
     assert (whole.loss, whole.grad_norm) == (alone.loss, alone.grad_norm)
 
 
@@ -146,8 +148,10 @@ def test_a_forward_only_pass_leaves_no_routes_for_the_next(engine: str, checkpoi
     untouched(trainer.model)
     own = trainer.logprobs(sampled.batch, temperature=1.0, capture=True)
     assert own.trace is not None
-    update = trainer.update(sampled.batch, lambda logp, rows: (-logp, {}), temperature=1.0)
-    plain = build(engine, checkpoint).update(sampled.batch, lambda logp, rows: (-logp, {}), temperature=1.0)
+    update = trainer.update(sampled.batch, lambda logp, rows, scores=None: (-logp, {}), temperature=1.0)
+    plain = build(engine, checkpoint).update(
+        sampled.batch, lambda logp, rows, scores=None: (-logp, {}), temperature=1.0
+    )
     assert update.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
     untouched(trainer.model)
 

@@ -44,7 +44,7 @@ def scalars(trainer: Any, batch: TokenBatch, trace: RouteTrace, mu: torch.Tensor
     forced = trainer.logprobs(batch, temperature=1.0, replay=replay)
     advantages = (batch.tokens.sum(1) % 5 - 2).float()  # by content, so that it follows the sequence
     update = trainer.update(
-        batch, lambda logp, rows: grpo_loss(logp, forced.logprobs[rows], advantages[rows], mask[rows], 0.2, 0.2),
+        batch, lambda logp, rows, scores=None: grpo_loss(logp, forced.logprobs[rows], advantages[rows], mask[rows], 0.2, 0.2),
         temperature=1.0, replay=replay,
     )  # fmt: skip
     values = {

@@ -45,7 +45,7 @@ def both_passes(trainer: Any, sampled: Sampled, replay: Replay | None) -> tuple[
     old = trainer.logprobs(batch, temperature=1.0, replay=replay).logprobs
     advantages, mask = torch.linspace(-1, 1, len(batch)), batch.response_mask
 
-    def objective(logp: torch.Tensor, rows: torch.Tensor) -> Any:
+    def objective(logp: torch.Tensor, rows: torch.Tensor, scores: Any = None) -> Any:
         return grpo_loss(logp, old[rows], advantages[rows], mask[rows], 0.2, 0.2)
 
     update = trainer.update(batch, objective, temperature=1.0, replay=replay)
@@ -102,7 +102,7 @@ def test_measuring_changes_no_bit_and_counts_what_happened(
     for measure in (False, True):
         trainer = build(engine, checkpoint, recompute)
         old = trainer.logprobs(batch, temperature=1.0, replay=replay, measure=measure)
-        objective = lambda logp, rows, old=old: grpo_loss(  # noqa: E731
+        objective = lambda logp, rows, scores=None, old=old: grpo_loss(  # noqa: E731
             logp, old.logprobs[rows], advantages[rows], mask[rows], 0.2, 0.2
         )
         update = trainer.update(batch, objective, temperature=1.0, replay=replay, measure=measure)

@@ -252,7 +252,7 @@ def test_signals_change_no_bit_of_the_pass_and_leave_nothing_behind(
     def step() -> Any:
         advantages = torch.linspace(-1, 1, len(batch))
         return trainer.update(
-            batch, lambda logp, rows: grpo_loss(
+            batch, lambda logp, rows, scores=None: grpo_loss(
                 logp, plain.logprobs[rows], advantages[rows], batch.response_mask[rows], 0.2, 0.2
             ), temperature=1.0,
         )  # fmt: skip

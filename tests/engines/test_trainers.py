@@ -40,7 +40,9 @@ def everything(trace: Any) -> Replay:
 
 def objective(batch: TokenBatch, old: torch.Tensor) -> Any:
     advantages = torch.linspace(-1, 1, len(batch))
-    return lambda logp, rows: grpo_loss(logp, old[rows], advantages[rows], batch.response_mask[rows], 0.2, 0.2)
+    return lambda logp, rows, scores=None: grpo_loss(
+        logp, old[rows], advantages[rows], batch.response_mask[rows], 0.2, 0.2
+    )
 
 
 def gradients(trainer: Any) -> torch.Tensor:

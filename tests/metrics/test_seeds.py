@@ -1,0 +1,66 @@
+"""Paired t, Holm, and their coverage. Seeds are the unit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rar_lib.metrics.seeds import against, holm, paired_t
+
+
+def test_paired_t_by_hand() -> None:
+    """Differences 1, 2, 3: mean 2, standard error 1/√3, t(2) at 97.5 % is 4.3027."""
+    found = paired_t([2, 4, 6], [1, 2, 3])
+    assert found["difference"] == 2
+    assert found["high"] == pytest.approx(2 + 4.302653 / math.sqrt(3), rel=1e-5)
+    assert found["p"] == pytest.approx(0.0742, abs=1e-4)  # t = 3.4641 with 2 degrees of freedom
+
+
+def test_pairs_that_say_nothing() -> None:
+    assert paired_t([1], [0]) == {"n": 1, "difference": 1.0, "low": None, "high": None, "p": None}
+    assert paired_t([1, 1], [1, 1])["p"] == 1.0
+    assert paired_t([2, 2], [1, 1])["p"] is None
+    with pytest.raises(ValueError, match="as many finite values"):
+        paired_t([1, 2], [1])
+    with pytest.raises(ValueError, match="as many finite values"):
+        paired_t([1, float("nan")], [1, 2])
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    assert holm([]) == []
+
+
+def test_the_interval_covers() -> None:
+    """95 % of the intervals of 8 pairs hold the true difference, where a percentile bootstrap would be short."""
+    rng = np.random.default_rng(0)
+    pairs = rng.normal(0.3, 1, (2000, 8))
+    inside = [f["low"] <= 0.3 <= f["high"] for f in (paired_t(row, np.zeros(8)) for row in pairs)]
+    assert 0.935 < np.mean(inside) < 0.965
+
+
+def table(**arms: list[float]) -> pd.DataFrame:
+    return pd.DataFrame([{"policy": a, "seed": s, "x": v} for a, vs in arms.items() for s, v in enumerate(vs)])
+
+
+def test_against_a_baseline() -> None:
+    found = against(table(none=[1, 2, 3, 4], worse=[0, 1.1, 1.9, 3], same=[1.1, 1.8, 3.1, 3.9]), "x", "none").set_index(
+        "policy"
+    )
+    assert list(found.index) == ["worse", "same"]
+    assert found.loc["worse", "difference"] == pytest.approx(-1.0)
+    assert found["verdict"].tolist() == ["lower", "does not differ"]
+    assert found.loc["worse", "p_holm"] == pytest.approx(2 * found.loc["worse", "p"])
+    factor = against(table(none=[1, 2, 4], half=[0.5, 1, 2.0001]), "x", "none", log=True)
+    assert factor["difference"][0] == pytest.approx(-math.log(2), abs=1e-4)
+
+
+def test_unpaired_runs_are_refused() -> None:
+    with pytest.raises(ValueError, match="every policy at every seed"):
+        against(table(none=[1, 2], other=[1]), "x", "none")
+    with pytest.raises(ValueError, match="once"):
+        against(pd.concat([table(none=[1]), table(none=[1])]), "x", "none")

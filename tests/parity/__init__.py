@@ -1,0 +1,1 @@
+"""Parity with other frameworks, each in an environment of its own."""
