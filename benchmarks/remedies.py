@@ -25,7 +25,8 @@ import pandas as pd
 from rar_lib.checkpoint import DATA_DIR, digest_checkpoint, resolve_checkpoint
 from rar_lib.config import JobConfig
 from rar_lib.engines.session import EngineSession
-from rar_lib.job import RunResult, run_job
+from rar_lib.job import run_job
+from rar_lib.runs.result import RunResult
 from rar_lib.runs.store import RUNS_DIR, RunStore, describe_environment, write_json, write_table
 from rar_lib.tasks import Task
 
@@ -125,7 +126,7 @@ def collect(study: str) -> None:
         if not store.complete:
             missing += 1
             continue
-        result = RunResult.load(store)
+        result = RunResult.read(store.path)
         setting = {"policy": label, "lr": config.algorithm.lr}
         runs.append(setting | {name: result.summary.get(name) for name in SUMMARY})
         kept = [name for name in STEPS if name in result.metrics]

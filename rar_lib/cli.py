@@ -1,4 +1,4 @@
-"""The command line: `rar run | demo | base | doctor | record | aliases`. Results go to standard output, progress and errors to
+"""The command line: `rar run | figures | demo | base | doctor | record | aliases`. Results go to standard output, progress and errors to
 standard error."""
 
 from __future__ import annotations
@@ -31,6 +31,27 @@ def run(
     result = run_job(job, runs_dir=runs_dir, show="log")
     print(policy_table([result]).to_string(index=False))
     print(result.path)
+
+
+def figures(
+    sources: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(help="run folders, studies and frontiers, in any number")
+    ],
+    out: Annotated[Path, tyro.conf.arg(help="folder to write PNG, SVG and CSV to")] = Path("figures"),
+    width: Annotated[
+        float | None, tyro.conf.arg(help="inches: 3.5 a column, 7 a page; by default what suits each figure")
+    ] = None,
+) -> None:
+    """Draw the figures of runs again from their folders; no engine is started. Prints a line a figure, drawn or not and why."""
+    from rar_lib.runs.figure_set import draw_all
+
+    if not sources:
+        raise ConfigError("figures: expected at least one run folder, study or frontier")
+    files, reasons = draw_all(sources, out, width)
+    for path in files:
+        print(path)
+    for name, reason in reasons.items():
+        print(f"not drawn: {name}: {reason}")
 
 
 def demo(
@@ -158,6 +179,7 @@ def aliases(
 
 COMMANDS: dict[str, Any] = {
     "run": run,
+    "figures": figures,
     "demo": demo,
     "base": base,
     "doctor": doctor,

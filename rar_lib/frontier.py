@@ -284,7 +284,7 @@ def run_frontier(
     for folder in (SHIPPED / name, runs / name):
         if (folder / "facts.json").exists():
             _require_today(folder, bare)
-            return _load(folder)
+            return load_frontier(folder)
     if session is not None:
         found = _compute(config, bare, session, runs, show)
     else:
@@ -311,7 +311,8 @@ def _require_today(folder: Path, job: JobConfig) -> None:
         raise RunError(f"{folder.name}: made when a default was another; {', '.join(moved)}: set the value to use it")
 
 
-def _load(folder: Path) -> Frontier:
+def load_frontier(folder: Path) -> Frontier:
+    """A frontier from its folder."""
     table, by_prompt, calibration = (
         read_table(folder / f"{part}.parquet") for part in ("table", "by_prompt", "calibration")
     )

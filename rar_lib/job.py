@@ -15,10 +15,10 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -54,6 +54,7 @@ from rar_lib.replay.diagnostics import ReplayDiagnostics
 from rar_lib.replay.modes import MODES
 from rar_lib.rl.advantages import group_advantages
 from rar_lib.rl.learning import Lesson, needs_routers
+from rar_lib.runs.result import RunResult
 from rar_lib.runs.store import RUNS_DIR, RunStore, write_json
 from rar_lib.seeding import derive_seed
 from rar_lib.summary import summarise
@@ -65,53 +66,6 @@ NOISE_SEQUENCES = 64  # scored one by one for the trainer's noise floor: CPU ker
 LARGEST_SYNC_GAP = (
     0.1  # nats a token; an fp8-rounded bf16 rollout lies near 0.01. Rollout.check_sync is the exact check
 )
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """A complete run, as its folder holds it."""
-
-    path: Path
-    summary: dict[str, Any]
-    metrics: pd.DataFrame
-    paired: pd.DataFrame
-    replay: list[ReplayDiagnostics]
-
-    @classmethod
-    def load(cls, store: RunStore) -> RunResult:
-        """Read a complete run folder."""
-        return cls(store.path, store.summary(), store.metrics(), store.paired(), store.replay())
-
-    @property
-    def arm(self) -> str:
-        """'none', 'R2' or 'R3'."""
-        return self.summary["arm"]
-
-    @property
-    def label(self) -> str:
-        """What tables and figures call the run: its arm, or the policy and its budget where not all routes are forced, joined with the
-        corrections; a correction without replay stands alone. What else is not the default follows."""
-        summary = self.summary
-        arm, policy, corrections = summary["arm"], summary["policy"], summary["corrections"]
-        partial = arm != "none" and policy != "full"
-        heads = [policy if partial else arm, corrections]
-        if arm == "none" and corrections:
-            heads = [corrections]
-        parts = [
-            "+".join(part for part in heads if part),
-            summary["budget"] if partial else None,
-            arm if partial and arm != "R3" else None,
-            summary["objective"] if summary["objective"] != "grpo" else None,
-            "anchor rollout" if summary["anchor"] == "rollout" else None,
-            "frozen router" if summary["router"] == "frozen" else None,
-            "recorded gates" if summary["gates"] == "recorded" else None,
-            "zero mismatch" if summary["zero_mismatch"] else None,
-        ]
-        return " ".join(part for part in parts if part)
-
-    def __repr__(self) -> str:
-        engines = f"{self.summary['rollout_engine']} + {self.summary['trainer_engine']}"
-        return f"RunResult({self.path.name}: {self.summary['steps']} steps on {engines})"
 
 
 def run_job(
@@ -145,7 +99,7 @@ def run_job(
             with contextlib.nullcontext(session) if session is not None else EngineSession() as engines:
                 assert engines is not None
                 _train(config, path, task, engines, store, show)
-        return RunResult.load(store)
+        return RunResult.read(store.path)
 
 
 def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, store: RunStore, show: Style) -> None:
@@ -277,7 +231,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
             row |= measure.load_row(sample) | ({} if probe is None else probe.step(trainer))
             paired += measure.paired_by_prompt(step, mu, scored, batch, sample)
             if _due(config, step, config.diagnostics.save_traces_every):
-                _save_traces(store, step, sample, scored["none"], probe)
+                _save_traces(store, step, batch, sample, scored["none"], probe)
                 store.write_tokens(step, measure.token_table(step, batch, sample, mu, scored))
         last = step + 1 == config.steps
         if config.evaluation.every and not last and (step + 1) % config.evaluation.every == 0:
@@ -292,9 +246,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
                 write_json(folder / "state.json", state | {"replay": [r.model_dump(mode="json") for r in records]})
         bar.step(step + 1, f"reward {row['reward/mean']:.3f} k3 {row['mismatch/rollout_old/k3']:.2e}")
     bar.close()
-    judge = (
-        diagnose and "diverged" not in facts
-    )  # a trainer that diverged may hold anything; the rollout holds the weights before
+    judge = diagnose and "diverged" not in facts  # a trainer that diverged may hold anything
     judged = evaluate(config, rollout, prompts, *((trainer, planner) if judge else ()))
     facts |= {f"evaluation_last{'' if k == 'reward' else '_' + k}": v for k, v in judged.items()}
     facts["evaluated_on"] = task.evaluated_on
@@ -407,9 +359,14 @@ def _due(config: JobConfig, step: int, every: int) -> bool:
     return step in (0, config.steps - 1) or (every > 0 and step % every == 0)
 
 
-def _save_traces(store: RunStore, step: int, sample: RolloutResult, native: LogprobResult, probe: Probe | None) -> None:
+def _save_traces(
+    store: RunStore, step: int, batch: TokenBatch, sample: RolloutResult, native: LogprobResult, probe: Probe | None
+) -> None:
     assert native.trace is not None
     if probe is not None:
         probe.latest.save(store.path / "traces" / f"step-{step:06d}-probe.safetensors")
     sample.trace.save(store.path / "traces" / f"step-{step:06d}-rollout.safetensors")
-    native.trace.save(store.path / "traces" / f"step-{step:06d}-native.safetensors")
+    inside, response = batch.token_mask, batch.response_mask
+    logp = np.where(response[inside], native.logprobs[inside], np.nan).astype(np.float32)
+    native_trace = replace(native.trace, logprobs=logp)
+    native_trace.save(store.path / "traces" / f"step-{step:06d}-native.safetensors")

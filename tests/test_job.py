@@ -21,9 +21,10 @@ from rar_lib.engines.hf_rollout import HFRollout
 from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.session import EngineSession
 from rar_lib.errors import ConfigError, EngineError, ReplayError
-from rar_lib.job import RunResult, run_job
+from rar_lib.job import run_job
 from rar_lib.replay import Replaying, modes
 from rar_lib.replay.modes import Mode
+from rar_lib.runs.result import RunResult
 from rar_lib.runs.store import RunStore
 from rar_lib.traces.trace import RouteTrace
 from tests.conftest import hf_config

@@ -11,9 +11,10 @@ import pytest
 
 from rar_lib.engines.hf_rollout import HFRollout
 from rar_lib.evaluate import evaluate
-from rar_lib.job import RunResult, run_job
+from rar_lib.job import run_job
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import extreme_token_fraction, k3
+from rar_lib.runs.result import RunResult
 from rar_lib.traces.trace import RouteTrace
 from tests.test_job import numbers, small
 

@@ -11,8 +11,9 @@ import pytest
 from rar_lib.config import JobConfig
 from rar_lib.engines.session import EngineSession
 from rar_lib.engines.vllm_rollout import VLLMRollout
-from rar_lib.job import RunResult, run_job
+from rar_lib.job import run_job
 from rar_lib.runs.compare import paired_ratio, policy_table
+from rar_lib.runs.result import RunResult
 from rar_lib.traces.trace import RouteTrace
 
 

@@ -8,10 +8,22 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from rar_lib.figures.style import OKABE_ITO, PAGE_WIDTH, POLICY_STYLE, corner_note, house_style, new_figure, policies
+from rar_lib.figures.style import (
+    OKABE_ITO,
+    PAGE_WIDTH,
+    POLICY_STYLE,
+    corner_note,
+    described,
+    house_style,
+    listed,
+    new_figure,
+    policies,
+)
 
 
-def frontier(passes: Mapping[str, pd.DataFrame], *, note: str = "95 %, clustered by prompt") -> Figure:
+def frontier(
+    passes: Mapping[str, pd.DataFrame], *, note: str = "95 %, clustered by prompt", width: float = PAGE_WIDTH
+) -> Figure:
     """A row of two panels a pass: efficiency against the nominal share, and against the binding share.
 
     0 is none and 1 is full replay. A policy that forces what would have happened anyway lies far left in the right panel.
@@ -20,9 +32,10 @@ def frontier(passes: Mapping[str, pd.DataFrame], *, note: str = "95 %, clustered
         passes: title -> policy, nominal, binding, efficiency, and low and high where there are intervals; rows of `none` and
             `full` are the ends of every line.
         note: what the bars are.
+        width: inches.
     """
     with house_style():
-        figure, axes = new_figure(PAGE_WIDTH, 0.5 + 2.5 * len(passes), columns=2, rows=len(passes), squeeze=False)
+        figure, axes = new_figure(width, 0.5 + 2.5 * len(passes), columns=2, rows=len(passes), squeeze=False)
         for row, (title, table) in zip(axes, passes.items(), strict=True):
             lines = table[~table["policy"].isin(["none", "full"])]
             full = table[table["policy"] == "full"]
@@ -40,8 +53,11 @@ def frontier(passes: Mapping[str, pd.DataFrame], *, note: str = "95 %, clustered
                 panel.set_ylim(max(bottom, -1.0) - 0.1, min(top, 2.0) + 0.1)
             corner_note(row[1], note, "right")
         handles, labels = axes[0][1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
-    return figure
+        figure.legend(handles, labels, loc="outside lower center", ncols=5 if width > 5 else 3, frameon=False)
+    title, table = next(iter(passes.items()))
+    least = table[table["policy"] != "none"].sort_values("nominal").drop_duplicates("policy").sort_values("policy")
+    told = listed([f"{r.policy} at {r.nominal:.2g}" for r in least.itertuples()], least["efficiency"], ".2f")
+    return described(figure, f"Efficiency against nominal and binding share of routes, {title}: {told}.")
 
 
 def _line(axes: object, rows: pd.DataFrame, full: pd.DataFrame, x: str, name: str) -> None:

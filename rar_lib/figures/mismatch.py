@@ -14,6 +14,7 @@ from rar_lib.figures.style import (
     POLICY_COLOUR,
     POLICY_MARKER,
     corner_note,
+    described,
     family,
     house_style,
     lines_by_policy,
@@ -40,7 +41,10 @@ def mismatch_by_step(table: pd.DataFrame, noise_floor: float | None, ratios: pd.
         left.legend(frameon=False, loc="best")
         _draw_floor(left, noise_floor, float(table["value"].min()))
         _draw_ratios(right, ratios)
-    return figure
+    told = ", ".join(f"{r.group} {r.ratio:.2f} [{r.low:.2f}, {r.high:.2f}]" for r in ratios.itertuples())
+    return described(
+        figure, f"k3 between rollout and trainer by step. k3 under R3 over k3 under none on the same tokens: {told}."
+    )
 
 
 def _draw_floor(axes: Any, noise_floor: float | None, smallest: float) -> None:

@@ -8,7 +8,16 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from rar_lib.figures.style import COLUMN_WIDTH, OKABE_ITO, PAGE_WIDTH, corner_note, house_style, new_figure
+from rar_lib.figures.style import (
+    COLUMN_WIDTH,
+    OKABE_ITO,
+    PAGE_WIDTH,
+    corner_note,
+    described,
+    house_style,
+    listed,
+    new_figure,
+)
 
 
 def score_map(values: np.ndarray, layers: list[int], name: str) -> Figure:
@@ -37,7 +46,11 @@ def score_map(values: np.ndarray, layers: list[int], name: str) -> Figure:
         bar = figure.colorbar(image, ax=axes, pad=0.01, extend=beyond)
         bar.set_label("log2(score / layer median)")
         corner_note(axes, f"{name}; hatched: no route", "right")
-    return figure
+    return described(
+        figure,
+        f"Score {name} of {values.shape[1]} experts in {len(layers)} MoE layers, as log2 of its multiple of the layer's median; "
+        f"{int((~scored).sum())} cells without a route.",
+    )
 
 
 def _hatched(expert: int, layer: int) -> Any:
@@ -66,7 +79,11 @@ def estimator_agreement(table: pd.DataFrame) -> Figure:
         axes.set(xticks=range(len(names)), yticks=range(len(names)), xticklabels=names, yticklabels=names)
         axes.tick_params(axis="x", rotation=30)
         corner_note(axes, "Spearman within layers", "right")
-    return figure
+    first = wide.iloc[0]
+    return described(
+        figure,
+        f"Rank correlation of score estimators within layers; of {wide.index[0]} with {listed(first.index, first, '.2f')}.",
+    )
 
 
 def score_stability(table: pd.DataFrame) -> Figure:
@@ -89,7 +106,10 @@ def score_stability(table: pd.DataFrame) -> Figure:
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlim(min(-0.6, float(table["null_low"].min())) - 0.05, 1.05)
         corner_note(axes, "grey: 95 % under permutation", "right")
-    return figure
+    means = table.groupby("name", sort=False)["spearman"].mean()
+    return described(
+        figure, f"Split-half rank correlation of scores, mean over checkpoints: {listed(means.index, means, '.2f')}."
+    )
 
 
 def flip_calibration(table: pd.DataFrame) -> Figure:
@@ -108,4 +128,5 @@ def flip_calibration(table: pd.DataFrame) -> Figure:
         axes.plot(none["predicted"], np.full(len(none), floor), "v", color=OKABE_ITO["grey"], fillstyle="none")
         axes.set(xscale="log", yscale="log", xlabel="predicted P(flip)", ylabel="observed share of flips")
         corner_note(axes, "open: none flipped", "right")
-    return figure
+    pairs = ", ".join(f"{r.predicted:.2g} against {r.observed:.2g}" for r in known.itertuples())
+    return described(figure, f"Predicted against observed P(flip) of groups of cells: {pairs}.")

@@ -169,18 +169,45 @@ def corner_note(axes: Any, text: str, side: Literal["left", "right"]) -> None:
     axes.annotate(text, place, xycoords="axes fraction", ha=side, va="bottom", fontsize=7, color=OKABE_ITO["grey"])
 
 
+def described(figure: Figure, text: str) -> Figure:
+    """The figure with its alternative text: what it shows and its main numbers, for who cannot see it. It is the figure's label."""
+    figure.set_label(" ".join(text.split()))
+    return figure
+
+
+def alt_text(figure: Figure) -> str:
+    """The alternative text of a figure of this package."""
+    return str(figure.get_label())
+
+
+def listed(names: object, values: object, form: str = ".3g") -> str:
+    """`a 0.1, b 0.2` for an alternative text."""
+    return ", ".join(f"{name} {value:{form}}" for name, value in zip(names, values, strict=True))  # type: ignore[call-overload]
+
+
+def colour_of(label: str) -> str:
+    """The colour of the policy in a label."""
+    return POLICY_STYLE[family(label)][0]
+
+
 def save_figure(figure: Figure, stem: str | Path, table: pd.DataFrame) -> list[Path]:
-    """Write PNG, SVG and the plotted table as CSV beside each other.
+    """Write PNG, SVG and the plotted table as CSV beside each other; the alternative text goes into both images.
 
     Args:
         figure: what a function of this package returned.
         stem: path without suffix.
         table: the tidy table that the figure shows.
+
+    Raises:
+        ValueError: for a figure without alternative text.
     """
+    text = alt_text(figure)
+    if not text:
+        raise ValueError(f"{Path(stem).name}: expected a figure with alternative text (figures.style.described)")
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(RC):
-        figure.savefig(stem.with_suffix(".png"), metadata={"Software": None})
-        figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
+        figure.savefig(stem.with_suffix(".png"), metadata={"Software": None, "Description": text})
+        figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None, "Title": stem.name, "Description": text})
     table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.6g")
     return [stem.with_suffix(suffix) for suffix in (".png", ".svg", ".csv")]

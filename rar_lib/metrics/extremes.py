@@ -106,3 +106,46 @@ def routes_of(a: RouteTrace, b: RouteTrace, sequence: int, position: int) -> pd.
             row["margin_b"] = float(b.margins[token, i])
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def strip_table(
+    a: RouteTrace, b: RouteTrace, sequence: int, *, planned: np.ndarray | None = None, decode: Decode | None = None
+) -> pd.DataFrame:
+    """One answer, a row a token and MoE layer: whether the two sides chose the same experts there.
+
+    Args:
+        a, b: two records of the same tokens (A the rollout, B the trainer without replay).
+        sequence: which.
+        planned: `[N, L]` bool, cells that replay forces.
+        decode: turns token ids into text; without it the text is the id.
+
+    Returns:
+        `position`, `text`, `layer`, `state` (`same`, `differs`, `replayed`: differs and planned, `missing`: a side has no record),
+        `margin` (of B, NaN without), `delta` (log π_B - log π_A of the token in nats, NaN where a side did not score it).
+
+    Raises:
+        TraceError: for a sequence that is not there, or records of other tokens.
+    """
+    check_pair(a, b)
+    if not 0 <= sequence < a.num_sequences:
+        raise TraceError(f"sequence: expected 0 to {a.num_sequences - 1}, found {sequence}")
+    rows = slice(int(a.offsets[sequence]), int(a.offsets[sequence + 1]))
+    known = a.recorded[rows] & b.recorded[rows]
+    differs = np.sort(a.experts[rows], -1) != np.sort(b.experts[rows], -1)
+    forced = np.zeros_like(known) if planned is None else planned[rows]
+    state = np.where(~known, "missing", np.where(~differs.any(-1), "same", np.where(forced, "replayed", "differs")))
+    count, layers = known.shape
+    margin = np.full(known.shape, np.nan) if b.margins is None else b.margins[rows]
+    if a.logprobs is None or b.logprobs is None:
+        delta = np.full(count, np.nan)
+    else:
+        delta = np.asarray(b.logprobs[rows], np.float64) - np.asarray(a.logprobs[rows], np.float64)
+    tokens = [None] * count if a.token_ids is None else a.token_ids[rows].tolist()
+    texts = ["" if t is None else str(t) if decode is None else decode([int(t)]) for t in tokens]
+    return pd.DataFrame(
+        {
+            "position": np.repeat(np.arange(count), layers), "text": np.repeat(np.array(texts, dtype=object), layers),
+            "layer": np.tile(a.header.moe_layers, count), "state": state.ravel(), "margin": np.where(known, margin, np.nan).ravel(),
+            "delta": np.repeat(delta, layers),
+        }
+    )  # fmt: skip

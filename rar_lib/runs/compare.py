@@ -15,7 +15,7 @@ import pandas as pd
 from rar_lib.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rar_lib.job import RunResult
+    from rar_lib.runs.result import RunResult
 
 RESAMPLES = 2000
 FEWEST_CLUSTERS = 10  # a percentile interval over fewer prompts is too narrow to be shown

@@ -1,0 +1,78 @@
+"""A complete run, as its folder holds it. Reading one needs no engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rar_lib.errors import RunError
+from rar_lib.replay.diagnostics import ReplayDiagnostics, from_lines
+from rar_lib.runs.store import read_table
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A complete run, as its folder holds it."""
+
+    path: Path
+    summary: dict[str, Any]
+    metrics: pd.DataFrame
+    paired: pd.DataFrame
+    replay: list[ReplayDiagnostics]
+
+    @classmethod
+    def read(cls, path: Path) -> RunResult:
+        """Read a complete run folder.
+
+        Raises:
+            RunError: if the folder holds no complete run.
+            ReplayError: for a replay record that the schema refuses.
+        """
+        try:
+            summary = json.loads((path / "summary.json").read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise RunError(
+                f"run folder {path}: expected a complete run, whose summary.json can be read: {error}"
+            ) from None
+        lines = path / "replay.jsonl"
+        records = from_lines(lines.read_text(), str(lines)) if lines.exists() else []
+        return cls(path, summary, read_table(path / "metrics.parquet"), read_table(path / "paired.parquet"), records)
+
+    def tokens(self) -> pd.DataFrame:
+        """Single tokens of the kept steps (measure.token_table); empty if none were kept."""
+        return read_table(self.path / "tokens.parquet")
+
+    @property
+    def arm(self) -> str:
+        """'none', 'R2' or 'R3'."""
+        return self.summary["arm"]
+
+    @property
+    def label(self) -> str:
+        """What tables and figures call the run: its arm, or the policy and its budget where not all routes are forced, joined with the
+        corrections; a correction without replay stands alone. What else is not the default follows."""
+        summary = self.summary
+        arm, policy, corrections = summary["arm"], summary["policy"], summary["corrections"]
+        partial = arm != "none" and policy != "full"
+        heads = [policy if partial else arm, corrections]
+        if arm == "none" and corrections:
+            heads = [corrections]
+        parts = [
+            "+".join(part for part in heads if part),
+            summary["budget"] if partial else None,
+            arm if partial and arm != "R3" else None,
+            summary["objective"] if summary["objective"] != "grpo" else None,
+            "anchor rollout" if summary["anchor"] == "rollout" else None,
+            "frozen router" if summary["router"] == "frozen" else None,
+            "recorded gates" if summary["gates"] == "recorded" else None,
+            "zero mismatch" if summary["zero_mismatch"] else None,
+        ]
+        return " ".join(part for part in parts if part)
+
+    def __repr__(self) -> str:
+        engines = f"{self.summary['rollout_engine']} + {self.summary['trainer_engine']}"
+        return f"RunResult({self.path.name}: {self.summary['steps']} steps on {engines})"
