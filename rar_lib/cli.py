@@ -21,6 +21,9 @@ def run(
         tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(help="override a field: a.b=value; repeat as needed")
     ] = [],  # noqa: B006 - tyro reads the default, nobody changes it
     runs_dir: Annotated[Path | None, tyro.conf.arg(help="folder of all runs, by default data/runs")] = None,
+    estimate: Annotated[
+        bool, tyro.conf.arg(help="run nothing; print memory, disk and time that the run would take")
+    ] = False,
 ) -> None:
     """Run a job, or continue it; the last line printed is its run folder."""
     from rar_lib.config import JobConfig
@@ -28,6 +31,11 @@ def run(
     from rar_lib.runs.compare import policy_table
 
     job = JobConfig.build({}, set) if config is None else JobConfig.from_file(config, set)
+    if estimate:
+        from rar_lib.estimate import estimate as estimate_run
+
+        print(estimate_run(job))
+        return
     result = run_job(job, runs_dir=runs_dir, show="log")
     print(policy_table([result]).to_string(index=False))
     print(result.path)

@@ -30,6 +30,8 @@ LAYERS = [
         "score_study",
         "diagnosis",
         "retrace",
+        "gate_swap",
+        "estimate",
     },
     {"cli", "__main__"},
 ]

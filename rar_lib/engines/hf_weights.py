@@ -16,6 +16,7 @@ import torch
 
 from rar_lib.engines.base import NamedTensors
 from rar_lib.errors import EngineError
+from rar_lib.replay.points import find_points
 
 _PLACES: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 
@@ -40,6 +41,19 @@ def _places(model: Any) -> dict[str, torch.Tensor]:
             offset += tensor.numel()
         _PLACES[model] = _to_names(model, state)
     return _PLACES[model]
+
+
+def router_names(model: Any) -> set[str]:
+    """Checkpoint names of the weights of the model's routers."""
+    inside = {id(p) for router in getattr(find_points(model), "routers", []) for p in router.parameters()}
+    owned = {name for name, p in model.named_parameters() if id(p) in inside}
+    offset, ranges = 0, []
+    for name, tensor in model.state_dict().items():
+        if name in owned:
+            ranges.append((offset, offset + tensor.numel()))
+        offset += tensor.numel()
+    firsts = {name: int(place.reshape(-1)[0]) for name, place in _places(model).items()}
+    return {name for name, first in firsts.items() if any(a <= first < b for a, b in ranges)}
 
 
 def load_hf_weights(model: Any, weights: NamedTensors) -> None:

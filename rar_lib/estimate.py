@@ -1,0 +1,216 @@
+"""What a run will take, before it runs: memory by part, disk, and time by part of a step.
+
+Weights, optimizer, routes and disk follow from sizes. Activations and times are measured, not guessed: one micro-batch goes through the
+trainer with its saved tensors counted, and a share of one batch through every part of a step, twice, the second time on the clock. The
+estimate says nothing about swapping, other jobs on the machine, or answers that grow longer.
+
+    rar run --config FILE --estimate
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from safetensors import safe_open
+
+from rar_lib.checkpoint import load_model_config, load_tokenizer, resolve_checkpoint, router_header, special_tokens
+from rar_lib.config import JobConfig
+from rar_lib.engines.base import Replay, TokenBatch, Trainer
+from rar_lib.engines.session import EngineSession, resolve_engines
+from rar_lib.measure import rollout_logprobs
+from rar_lib.planner import Planner
+from rar_lib.prompts import Prompts
+from rar_lib.replay.modes import MODES
+from rar_lib.rl.learning import Lesson, needs_routers
+from rar_lib.runs.store import KEEP_CHECKPOINTS
+from rar_lib.seeding import derive_seed
+from rar_lib.tasks import Task
+from rar_lib.traces.header import id_dtype
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take.
+
+    Attributes:
+        memory: part, bytes, how.
+        disk: bytes of the run folder.
+        seconds: part, a_step, in_all (seconds); empty if nothing was measured.
+    """
+
+    memory: pd.DataFrame
+    disk: int
+    seconds: pd.DataFrame
+
+    def __str__(self) -> str:
+        lines = [f"{row['part']:28} {_size(row['bytes']):>10}  {row['how']}" for row in self.memory.to_dict("records")]
+        lines.append(f"{'memory beside libraries':28} {_size(int(self.memory['bytes'].sum())):>10}")
+        lines.append(f"{'disk':28} {_size(self.disk):>10}  the run folder")
+        for row in self.seconds.to_dict("records"):
+            lines.append(f"{row['part']:28} {row['in_all']:>8.0f} s  {row['a_step']:.2f} s a step")
+        if len(self.seconds):
+            lines.append(
+                f"{'time in all':28} {self.seconds['in_all'].sum():>8.0f} s  measured on a share of a batch, here and now"
+            )
+        return "\n".join(lines)
+
+
+def estimate(
+    config: JobConfig, session: EngineSession | None = None, *, measure: bool = True, prompts: int = 8
+) -> Estimate:
+    """Memory and disk from sizes; with `measure` also activations and time from a share of one batch.
+
+    Args:
+        config: of the run.
+        session: engines to share; by default they are started for this and shut down.
+        measure: start the engines. Nothing is written and nothing is learned that outlasts the call.
+        prompts: of the share, with all their samples; at least one an update.
+
+    Raises:
+        ConfigError, EngineError: as the run would.
+    """
+    config = resolve_engines(config, lambda _: None)
+    path = resolve_checkpoint(config.model.path)
+    model, header = load_model_config(path), router_header(path)
+    parameters = 0
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            parameters += sum(int(np.prod(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
+    samples = config.algorithm.prompts_per_step * config.algorithm.group_size
+    measured: dict[str, Any] = {}
+    if measure:
+        if session is not None:
+            measured = _measure(config, session, prompts)
+        else:
+            with EngineSession() as own:
+                measured = _measure(config, own, prompts)
+    length = measured.get("length", float(config.rollout.sampling.max_new_tokens))
+    cells = samples * length * header.num_layers
+    route = header.top_k * id_dtype(header.num_experts).itemsize
+    scores = (
+        4 * header.num_experts if needs_routers(config.algorithm) or config.router_replay.gates == "recorded" else 0
+    )
+    kv = 2 * model.num_hidden_layers * model.num_key_value_heads * _head_size(model) * BYTES[config.rollout.dtype]
+    master = 4 if config.trainer.dtype == "float32" else 6  # Megatron keeps fp32 masters beside bf16 weights
+    rows = [
+        ("trainer weights", parameters * master, f"{parameters:,} parameters"),
+        ("gradients", parameters * 4, "fp32"),
+        ("AdamW moments", parameters * 8, "two in fp32"),
+        ("rollout weights", parameters * BYTES[config.rollout.dtype], config.rollout.dtype),
+        ("KV cache", int(samples * length * kv), "all samples of a step at once" + (" (vLLM reserves its own)" if config.rollout.engine == "vllm" else "")),
+        ("routes of a step", int(cells * (2 * route + 4 + scores)), "rollout and native, with margins" + (" and scores" if scores else "")),
+    ]  # fmt: skip
+    if "activations" in measured:
+        rows.append(
+            ("activations", measured["activations"], f"of {config.trainer.micro_batch_size} sequences, counted")
+        )
+    saved = 2 if config.diagnostics.save_traces_every == 0 else 1 + config.steps // config.diagnostics.save_traces_every
+    disk = parameters * 12 * KEEP_CHECKPOINTS + int(saved * cells * (2 * route + 4)) + config.steps * 4096
+    seconds = pd.DataFrame(measured.get("seconds", []), columns=["part", "a_step", "in_all"])
+    return Estimate(pd.DataFrame(rows, columns=["part", "bytes", "how"]), disk, seconds)
+
+
+def _measure(config: JobConfig, session: EngineSession, wanted: int) -> dict[str, Any]:
+    path, task = resolve_checkpoint(config.model.path), Task(config.task)
+    tokenizer = load_tokenizer(path)
+    special = special_tokens(path, tokenizer)
+    started = time.perf_counter()
+    rollout, trainer = session.open(config, path, special)
+    opening = time.perf_counter() - started
+    algorithm, temperature = config.algorithm, config.rollout.sampling.temperature
+    count = min(algorithm.prompts_per_step, -(-wanted // algorithm.updates_per_batch) * algorithm.updates_per_batch)
+    prompts, planner = Prompts(config, task, tokenizer, special), Planner(config.router_replay)
+    mode, routers = MODES[config.router_replay.arm], needs_routers(algorithm)
+    problems = prompts.train(0)[: count * algorithm.group_size]
+    scale = algorithm.prompts_per_step / count
+    times: dict[str, float] = {}
+
+    def clocked(name: str, call: Callable[[], Any], often: float = 1.0) -> Any:
+        call()  # warm
+        begun = time.perf_counter()
+        out = call()
+        times[name] = (time.perf_counter() - begun) * scale * often
+        return out
+
+    sample, batch = clocked("rollout", lambda: prompts.sample(rollout, problems, derive_seed(config.seed, "estimate")))
+    native = clocked(
+        "old pass", lambda: trainer.logprobs(batch, temperature=temperature, capture="scores" if routers else True)
+    )
+    replay = None
+    if mode.in_updates is not None:
+        look = (lambda: planner.look(trainer, batch, 0, temperature)) if planner.looks else (lambda: None)
+        seen = clocked("planning", lambda: look() or native)
+        if planner.learns_flips:
+            margins = trainer.logprobs(batch, temperature=temperature, capture="margins").trace
+            assert margins is not None
+            planner.learn_flips(sample.trace, margins)
+        replay = planner.plan(sample.trace if mode.in_updates == "rollout" else native.trace, batch, 0, seen)
+    if config.diagnostics.enabled:
+        full = Replay.full(sample.trace)
+        clocked(
+            "paired passes",
+            lambda: trainer.logprobs(batch, temperature=temperature, replay=full),
+            2.0 if replay else 1.0,
+        )
+    mask = batch.response_mask
+    lesson = Lesson(
+        algorithm, rollout_logprobs(batch, sample), native.logprobs, torch.ones(len(batch)), mask, native.trace
+    )
+
+    def updates() -> None:
+        for share in batch.update_shares():
+            part = None if replay is None else replay.select(share)
+            trainer.update(
+                batch.select(share), lesson.objective(share), temperature=temperature, replay=part, routers=routers
+            )
+
+    activations = _activations(trainer, batch, config, temperature)
+    clocked("updates", updates)
+    clocked("sync", lambda: rollout.load_weights(trainer.weights(), 1), 1 / scale)
+    seconds = [{"part": "opening the engines", "a_step": 0.0, "in_all": opening}]
+    seconds += [{"part": name, "a_step": value, "in_all": value * config.steps} for name, value in times.items()]
+    if config.evaluation.prompts:
+        often = 2 + (config.steps // config.evaluation.every if config.evaluation.every else 0)
+        one = (times["rollout"] + 2 * times["old pass"]) * config.evaluation.prompts / (scale * len(batch))
+        seconds.append({"part": "evaluation", "a_step": one * often / config.steps, "in_all": one * often})
+    return {"seconds": seconds, "activations": activations, "length": float(batch.lengths.double().mean())}
+
+
+def _activations(trainer: Trainer, batch: TokenBatch, config: JobConfig, temperature: float) -> int:
+    """Bytes that autograd keeps of one micro-batch's forward, each storage once; parameters are not counted."""
+    size = min(len(batch), config.trainer.micro_batch_size)
+    weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}  # type: ignore[attr-defined]
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def objective(logp: torch.Tensor, rows: torch.Tensor, scores: torch.Tensor | None = None) -> Any:
+        return -logp, {}
+
+    part = batch.select(torch.arange(size))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        trainer.update(part, objective, temperature=temperature)
+    return int(sum(kept.values()) * config.trainer.micro_batch_size / size)
+
+
+def _head_size(model: Any) -> int:
+    return int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
+
+
+def _size(count: int) -> str:
+    value, units = float(count), ["B", "KB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
