@@ -167,10 +167,25 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    )
+    with _quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        )
     return model.eval()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar of Transformers: a small model is loaded many times in a notebook."""
+    from transformers.utils import logging as their_logging
+
+    before = their_logging.is_progress_bar_enabled()
+    their_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            their_logging.enable_progress_bar()
 
 
 def build_model(tokenizer: Any, seed: int) -> Any:

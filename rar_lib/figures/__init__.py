@@ -2,7 +2,7 @@
 
 from rar_lib.figures.depth import layers_per_token
 from rar_lib.figures.drift import routing_drift
-from rar_lib.figures.explorer import explorer
+from rar_lib.figures.explorer import explorer, most_different
 from rar_lib.figures.flips import flips_by_layer, flips_by_margin
 from rar_lib.figures.flow import expert_flow
 from rar_lib.figures.frontier import frontier
@@ -32,6 +32,7 @@ __all__ = [
     "load_shift_map",
     "logprob_scatter",
     "mismatch_by_step",
+    "most_different",
     "reward_by_step",
     "route_strip",
     "routing_drift",

@@ -47,6 +47,7 @@ def flips_by_layer(table: pd.DataFrame, *, width: float = COLUMN_WIDTH) -> Figur
                 label=name,
             )
         axes.set(xlabel="MoE layer", ylabel="router flip (share of cells)", xticks=sorted(set(table["layer"])))
+        axes.margins(y=0.08)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, loc="best")
         units = table[["policy", "seed", "step"]].drop_duplicates().groupby("policy").size()
@@ -72,6 +73,7 @@ def flips_by_margin(table: pd.DataFrame, *, auc: float | None = None, width: flo
             capsize=2,
         )  # fmt: skip
         axes.set(xscale="log", xlabel="margin of the native choice", ylabel="router flip (share of cells)")
+        axes.margins(y=0.08)
         axes.set_ylim(bottom=0)
         corner_note(axes, "95 % Wilson" if auc is None else f"AUC {auc:.3f}, 95 % Wilson", "right")
     first, last = table.iloc[0], table.iloc[-1]

@@ -40,7 +40,7 @@ def kl_by_policy(
     from scipy import stats
 
     names = policies(table)
-    means = []
+    means, drawn = list[float](), list[float]()
     with house_style():
         figure, axes = new_figure(width, 0.9 + 0.24 * len(names))
         for place, name in enumerate(names):
@@ -51,6 +51,7 @@ def kl_by_policy(
             reach = 0.0
             if len(values) > 1:
                 reach = float(stats.t.ppf(0.975, len(values) - 1) * logs.std(ddof=1) / np.sqrt(len(values)))
+            drawn += [*values, centre / np.exp(reach), centre * np.exp(reach)]
             axes.plot(values, np.full(len(values), place), ".", color=colour_of(name), alpha=0.35, markersize=3)
             bar = np.array([[centre - centre / np.exp(reach)], [centre * np.exp(reach) - centre]])
             axes.errorbar(centre, place, xerr=bar, color=colour_of(name), marker=POLICY_MARKER[family(name)], capsize=2)
@@ -59,13 +60,11 @@ def kl_by_policy(
             if level is not None and level < smallest / 100:  # drawing it would flatten everything else
                 far.append(f"{text} {level:.0e}")
             elif level is not None:
+                drawn.append(level)
                 axes.axvline(level, color=OKABE_ITO["grey"], linewidth=1, linestyle=style, label=f"{text} {level:.0e}")
+        room = max(1.3, (10 * min(drawn) / max(drawn)) ** 0.5)  # a decade at least: few ticks, and differences to scale
+        axes.set_xlim(min(drawn) / room, max(drawn) * room)
         axes.set(xscale="log", xlabel="k3 rollout/old (nats a token)", yticks=range(len(names)), yticklabels=names)
-        low, high = axes.get_xlim()
-        room = (
-            max(1.0, 10 / (high / low)) ** 0.5
-        )  # a range of one decade at least, so that ticks are few and differences to scale
-        axes.set_xlim(low / room, high * room)
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=8))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0e}".replace("e-0", "e-"))
         axes.xaxis.set_minor_formatter(NullFormatter())

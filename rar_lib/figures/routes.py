@@ -48,6 +48,7 @@ def disagreement_by_layer(
             linestyle="none", capsize=2,
         )  # fmt: skip
         axes.set(xlabel="MoE layer", ylabel="router flip (share of cells)")
+        axes.margins(y=0.08)
         axes.set_ylim(bottom=0)
         if len(layers) <= 12:
             axes.set_xticks(layers)

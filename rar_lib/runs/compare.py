@@ -7,12 +7,13 @@ at the same weights. Its interval resamples prompts, not tokens, since the sampl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from rar_lib.errors import ConfigError
+from rar_lib.metrics.mismatch import mismatch
 
 if TYPE_CHECKING:
     from rar_lib.runs.result import RunResult
@@ -183,3 +184,93 @@ def _interval(ratio: dict[str, float | None]) -> str:
     if ratio["ratio"] is None:
         return "undefined"
     return f"{ratio['ratio']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+
+
+MISMATCH_SHOWN = {
+    "k1": ".2e", "k3": ".2e", "extreme_fraction_tau2": ".2e", "abs_p50": ".1e", "abs_p95": ".1e", "abs_p99": ".1e", "abs_max": ".2f",
+    "probs_diff_mean": ".1e", "probs_diff_max": ".2f", "pearson": ".5f", "ess": ".4f", "ratio_max": ".2f", "tokens": ".0f",
+}  # fmt: skip
+
+
+def mismatch_table(runs: Mapping[str, RunResult]) -> pd.DataFrame:
+    """Every number of METRICS section 1 for rollout/old, from the single tokens that each run kept: a row a number, as text.
+
+    Args:
+        runs: name -> run. A column is a run's tokens scored natively, and one more scored under R3 if that differs.
+
+    Raises:
+        ConfigError: if a run kept no tokens.
+    """
+    columns = {}
+    for name, run in runs.items():
+        tokens = run.tokens()
+        if tokens.empty:
+            raise ConfigError(f"{run.path.name}: no single tokens were kept (diagnostics.enabled=false)")
+        every = np.ones(len(tokens), bool)
+        for arm in ("none", "R3"):
+            if f"logp_{arm}" in tokens and not (arm == "R3" and (tokens["logp_R3"] == tokens["logp_none"]).all()):
+                columns[f"{name}, {arm}"] = mismatch(tokens[f"logp_{arm}"], tokens["logp_rollout"], every)
+    rows = [
+        {"number": number, **{column: _number(values[number], form) for column, values in columns.items()}}
+        for number, form in MISMATCH_SHOWN.items()
+    ]
+    return pd.DataFrame(rows)
+
+
+REPLAY_SHOWN = {
+    "replay/nominal": ("nominal share", ".4f"),
+    "replay/binding": ("binding share (native_free)", ".5f"),
+    "replay/old/forced_routers_native_local": ("forced routers, old pass (native_local)", ".5f"),
+    "replay/old/fidelity": ("fidelity, old pass", ".5f"),
+    "replay/old/regret": ("regret, old pass", ".1e"),
+    "replay/target_shift": ("target shift (nats a token)", ".1e"),
+    "replay/drift_planned": ("drift of planned cells", ".4f"),
+    "replay/drift_unplanned": ("drift of other cells", ".4f"),
+    "replay/missing": ("missing routes", ".0f"),
+    "replay/update/executed_equals_resolved": ("executed = resolved", ".4f"),
+    "update/clip_fraction": ("clipped tokens", ".4f"),
+    "update/weight_mean": ("mean weight of a token", ".4f"),
+    "update/kept_mean": ("tokens that are kept", ".4f"),
+    "update/grad_norm": ("gradient norm", ".2f"),
+    "mismatch/rollout_old/ratio_max": ("largest ratio old/rollout", ".2f"),
+    "drift/step/gamma_mean": ("γ of a step, mean", ".4f"),
+}
+
+
+def depth_of_run_table(run: RunResult) -> pd.DataFrame:
+    """What replay and updates did over a run: number, first step, mean, last step, as text; what was never measured is absent."""
+    rows = []
+    for column, (name, form) in REPLAY_SHOWN.items():
+        values = run.metrics[column].dropna() if column in run.metrics else pd.Series(dtype=float)
+        if len(values):
+            shown = (values.iloc[0], values.mean(), values.iloc[-1])
+            rows.append(
+                dict(zip(("number", "first", "mean", "last"), (name, *(format(v, form) for v in shown)), strict=True))
+            )
+    return pd.DataFrame(rows)
+
+
+def served_table(runs: Mapping[str, RunResult]) -> pd.DataFrame:
+    """Deployment: the reward served on held-out prompts, and what the trainer's own policy would score there, natively and replayed."""
+    rows = []
+    for name, run in runs.items():
+        s = run.summary
+        rows.append(
+            {
+                "run": name,
+                "served at the start": _number(s.get("evaluation_first"), ".3f"),
+                "served at the end": _number(s.get("evaluation_last"), ".3f"),
+                "trainer, native (ESS)": _with_ess(s, "native"),
+                "trainer, replayed (ESS)": _with_ess(s, "replayed"),
+                "k3 native": _number(s.get("evaluation_last_k3_native"), ".2e"),
+                "k3 replayed": _number(s.get("evaluation_last_k3_replayed"), ".2e"),
+                "collapsed": "no" if s["collapsed_at"] is None else f"step {s['collapsed_at']}",
+                "diverged": s["diverged"] or "no",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _with_ess(summary: dict[str, Any], side: str) -> str:
+    reward, ess = summary.get(f"evaluation_last_reward_{side}"), summary.get(f"evaluation_last_ess_{side}")
+    return "undefined" if reward is None or ess is None else f"{reward:.3f} ({ess:.3f})"

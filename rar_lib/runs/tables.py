@@ -135,7 +135,7 @@ def load_pair(run: RunResult) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     Raises:
         ConfigError: if the run kept no probe.
     """
-    start, end = _probe(run)
+    start, end = probe_traces(run)
     return load(route_counts(start)), load(route_counts(end)), start.header.moe_layers
 
 
@@ -195,10 +195,15 @@ def flow_table(a: RouteTrace, b: RouteTrace, layer: int | None = None) -> tuple[
 
 def drift_flow(run: RunResult, layer: int | None = None) -> tuple[int, pd.DataFrame]:
     """flow_table from the start of the run to its end, on the probe's tokens."""
-    return flow_table(*_probe(run), layer)
+    return flow_table(*probe_traces(run), layer)
 
 
-def _probe(run: RunResult) -> tuple[RouteTrace, RouteTrace]:
+def probe_traces(run: RunResult) -> tuple[RouteTrace, RouteTrace]:
+    """The probe's native routes at the start of the run and after its last step.
+
+    Raises:
+        ConfigError: if the run kept no probe.
+    """
     folder = run.path / "traces"
     start, later = folder / "probe-start.safetensors", sorted(folder.glob("step-*-probe.safetensors"))
     if not start.exists() or not later:

@@ -89,8 +89,11 @@ def test_the_linter_finds_each_breach() -> None:
 
 OWN_PARAMETERS = {
     "01_quickstart": {"native_steps", "runs_dir", "out_dir"},
+    "02_mismatch": {"runs_dir", "out_dir"},
     "03_fisher_scores": {"runs_dir", "out_dir"},
     "04_budget_frontier": {"rollouts", "budgets", "runs_dir", "out_dir"},
+    "05_routing_shift": {"runs_dir", "out_dir"},
+    "07_policies": {"runs_dir", "out_dir"},
     "06_route_doctor": {
         "dump",
         "format",
@@ -122,9 +125,51 @@ def smoke(name: str, folder: Path, parameters: dict[str, Any]) -> Any:
     out.mkdir()
     small = {"engine": "real", "steps": 2, "checkpoint_every": 1, "prompts_per_step": 16, "group_size": 4}
     given = small | parameters | {"runs_dir": str(folder), "out_dir": str(out)}
+    given = {name: value for name, value in given.items() if value is not None}
     source = ROOT / "notebooks" / f"{name}.ipynb"
     papermill.execute_notebook(source, out / "done.ipynb", given, progress_bar=False, kernel_name="python3")
     return nbformat.read(out / "done.ipynb", as_version=4)
+
+
+def test_mismatch_through_papermill(tmp_path: Path) -> None:
+    done = smoke("02_mismatch", tmp_path, {"engine": "hf", "steps": None, "checkpoint_every": None})
+    assert images(done) == 7
+    numbers = pd.read_csv(tmp_path / "02_mismatch" / "numbers.csv", index_col="number")
+    assert float(numbers.loc["k3", "this pair, none"]) > 1e-5
+    assert float(numbers.loc["k3", "fp32 on both sides, none"]) < 1e-9
+    for name in (
+        "logprobs",
+        "extremes",
+        "flips_by_layer",
+        "flips_by_margin",
+        "layers_per_token",
+        "expert_flow",
+        "route_strip",
+    ):
+        assert (tmp_path / "02_mismatch" / f"{name}.svg").exists()
+
+
+def test_routing_shift_through_papermill(tmp_path: Path) -> None:
+    done = smoke("05_routing_shift", tmp_path, {"engine": "hf"})
+    assert images(done) == 3
+    swapped = pd.read_csv(tmp_path / "05_routing_shift" / "gate_swap.csv")
+    assert swapped[["body", "routers"]].to_numpy().tolist() == [
+        ["start", "start"],
+        ["end", "end"],
+        ["end", "start"],
+        ["start", "end"],
+    ]
+
+
+def test_policies_through_papermill_on_the_real_engines(tmp_path: Path) -> None:
+    done = smoke("07_policies", tmp_path, {"eval_prompts": 16, "eval_every": 1, "corrections": "tis"})
+    assert images(done) == 5
+    assert "margin+tis 0.25 on vllm + megatron, 2 steps" in printed(done)
+    served = pd.read_csv(tmp_path / "07_policies" / "served.csv", dtype=str)
+    assert served[["collapsed", "diverged"]].to_numpy().tolist() == [["no", "no"]]
+    inside = pd.read_csv(tmp_path / "07_policies" / "replay.csv", index_col="number", dtype=str)
+    assert inside.loc["executed = resolved"].tolist() == ["1.0000"] * 3
+    assert inside.loc["nominal share", "mean"] == "0.2500"
 
 
 def images(notebook: Any) -> int:
