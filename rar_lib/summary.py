@@ -56,7 +56,9 @@ def summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: Row) -> d
         "gates": config.router_replay.gates,
         "updates_per_batch": config.algorithm.updates_per_batch,
         "precision": config.rollout.precision,
-        "zero_mismatch": config.rollout.zero_mismatch,
+        "computes_alike": config.rollout.dtype == config.trainer.dtype
+        and config.rollout.precision == "native"
+        and not config.rollout.router_noise,
         "rollout_engine": config.rollout.engine,
         "trainer_engine": config.trainer.engine,
         "seed": config.seed,

@@ -37,16 +37,7 @@ from rar_lib.metrics.extremes import strip_table
 from rar_lib.runs import tables
 from rar_lib.runs.compare import layer_flip_table, worst_noise_floor
 from rar_lib.runs.result import RunResult
-from rar_lib.runs.store import read_table
-
-
-@dataclass(frozen=True)
-class Study:
-    """A table of runs and one of their steps, as benchmarks/remedies.py collects them."""
-
-    name: str
-    runs: pd.DataFrame
-    steps: pd.DataFrame
+from rar_lib.runs.studies import Study
 
 
 @dataclass
@@ -69,9 +60,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
         if (path / "summary.json").exists():
             found.runs.append(RunResult.read(path))
         elif (path / "steps.parquet").exists():
-            found.studies.append(
-                Study(path.name, read_table(path / "runs.parquet"), read_table(path / "steps.parquet"))
-            )
+            found.studies.append(Study.read(path))
         elif (path / "by_prompt.parquet").exists():
             found.frontiers.append(load_frontier(path))
         else:
@@ -118,8 +107,8 @@ def draw_all(paths: Sequence[Path], out: Path, width: float | None = None) -> tu
 
 def _of_runs(runs: list[RunResult], size: dict[str, Any]) -> dict[str, Callable[[], Drawn]]:
     """Several runs share the first figures; those of one batch are of the last run given that kept its traces."""
-    exact = [run for run in runs if run.summary["zero_mismatch"]]
-    others = [run for run in runs if not run.summary["zero_mismatch"]]
+    exact = [run for run in runs if run.summary["computes_alike"]]
+    others = [run for run in runs if not run.summary["computes_alike"]]
     one = next((run for run in reversed(others) if list((run.path / "traces").glob("step-*"))), runs[-1])
 
     def rewards() -> Drawn:

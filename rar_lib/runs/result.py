@@ -69,7 +69,7 @@ class RunResult:
             "anchor rollout" if summary["anchor"] == "rollout" else None,
             "frozen router" if summary["router"] == "frozen" else None,
             "recorded gates" if summary["gates"] == "recorded" else None,
-            "zero mismatch" if summary["zero_mismatch"] else None,
+            "zero mismatch" if summary["computes_alike"] else "unrounded" if summary["precision"] == "native" else None,
         ]
         return " ".join(part for part in parts if part)
 

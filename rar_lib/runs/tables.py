@@ -67,7 +67,7 @@ def held_out_table(runs: Sequence[RunResult]) -> pd.DataFrame:
 
 
 def kl_table(runs: Sequence[RunResult]) -> pd.DataFrame:
-    """policy, seed, value: k3 (rollout/old) of each run, the mean over its tokens. Runs without mismatch are left out: their k3 is 0."""
+    """policy, seed, value: k3 (rollout/old) of each run, the mean over its tokens; where it is 0, as re-scored samples have it, left out."""
     rows = [{"policy": r.label, "seed": r.summary["seed"], "value": r.summary["k3_rollout_old"]} for r in runs]
     return pd.DataFrame([row for row in rows if row["value"]], columns=["policy", "seed", "value"])
 
