@@ -1,6 +1,7 @@
 """How to show: a tidy table in, a Figure out; one colour and marker a policy everywhere."""
 
 from rar_lib.figures.depth import layers_per_token
+from rar_lib.figures.differences import differences_by_policy
 from rar_lib.figures.drift import routing_drift
 from rar_lib.figures.explorer import explorer, most_different
 from rar_lib.figures.flips import flips_by_layer, flips_by_margin
@@ -17,6 +18,7 @@ from rar_lib.figures.style import alt_text, save_figure
 
 __all__ = [
     "alt_text",
+    "differences_by_policy",
     "disagreement_by_layer",
     "estimator_agreement",
     "expert_flow",

@@ -6,6 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from rar_lib.figures.style import (
+    BANDS,
     COLUMN_WIDTH,
     described,
     house_style,
@@ -31,7 +32,7 @@ def reward_by_step(table: pd.DataFrame, held_out: pd.DataFrame | None = None, *,
     with house_style():
         figure, axes = new_figure(size, 2.6 * rows, columns, rows, squeeze=False)
         for panel, (name, values) in zip(axes.ravel(), parts, strict=True):
-            seeds_note(panel, lines_by_policy(panel, values))
+            seeds_note(panel, lines_by_policy(panel, values), values["policy"].nunique() <= BANDS)
             panel.set(xlabel="step", ylabel=name)
         few = table["policy"].nunique() <= 4
         if few:

@@ -57,6 +57,7 @@ POLICY_STYLE: dict[str, tuple[str, str, str]] = {
 }
 POLICY_COLOUR = {name: style[0] for name, style in POLICY_STYLE.items()}
 POLICY_MARKER = {name: style[1] for name, style in POLICY_STYLE.items()}
+BANDS = 5  # bands of more policies than this hide each other
 COLUMN_WIDTH = 3.5  # inches
 PAGE_WIDTH = 7.0
 RC: dict[Any, Any] = {
@@ -131,7 +132,7 @@ def mean_and_band(values: pd.DataFrame, *, seed: int = 0, resamples: int = 1000)
 
 
 def lines_by_policy(axes: Any, table: pd.DataFrame) -> int:
-    """One line a policy over steps, with a band over seeds where there are several.
+    """One line a policy over steps, with a band over seeds where there are several, and at most BANDS policies.
 
     Returns:
         The largest number of seeds of a policy.
@@ -150,16 +151,16 @@ def lines_by_policy(axes: Any, table: pd.DataFrame) -> int:
             label=name,
             markevery=max(1, len(steps) // 20),
         )
-        if len(wide) > 1:
+        if len(wide) > 1 and table["policy"].nunique() <= BANDS:
             axes.fill_between(steps, low, high, color=POLICY_COLOUR[family(name)], alpha=0.2, linewidth=0)
         most = max(most, len(wide))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return most
 
 
-def seeds_note(axes: Any, seeds: int) -> None:
+def seeds_note(axes: Any, seeds: int, bands: bool = True) -> None:
     """Say what the band is, or that there is none."""
-    text = "n=1 seed" if seeds == 1 else f"n={seeds} seeds, 95 % bootstrap"
+    text = "n=1 seed" if seeds == 1 else f"n={seeds} seeds, 95 % bootstrap" if bands else f"mean of {seeds} seeds"
     corner_note(axes, text, "right")
 
 

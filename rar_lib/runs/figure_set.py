@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from rar_lib.errors import ConfigError
 from rar_lib.figures import (
+    differences_by_policy,
     expert_flow,
     extreme_curve,
     flips_by_layer,
@@ -37,7 +38,7 @@ from rar_lib.metrics.extremes import strip_table
 from rar_lib.runs import tables
 from rar_lib.runs.compare import layer_flip_table, worst_noise_floor
 from rar_lib.runs.result import RunResult
-from rar_lib.runs.studies import Study
+from rar_lib.runs.studies import Study, comparison
 
 
 @dataclass
@@ -181,8 +182,7 @@ def _of_study(study: Study, size: dict[str, Any]) -> dict[str, Callable[[], Draw
     steps = study.steps.rename(columns={"reward/mean": "value"})[["policy", "seed", "step", "value"]]
 
     def rewards() -> Drawn:
-        if study.steps[["updates_per_batch", "lr"]].drop_duplicates().shape[0] > 1:
-            raise ConfigError(f"study {study.name}: its runs differ in more than policy and seed")
+        _require_one_setting(study)
         held = study.steps.rename(columns={"evaluation/reward": "v"})[["policy", "seed", "step", "v"]].dropna()
         ends = study.runs[["policy", "seed", "steps", "evaluation_last"]].set_axis(
             ["policy", "seed", "step", "value"], axis=1
@@ -195,14 +195,29 @@ def _of_study(study: Study, size: dict[str, Any]) -> dict[str, Callable[[], Draw
         return reward_by_step(steps, served, **size), both
 
     def kl() -> Drawn:
-        if study.steps[["updates_per_batch", "lr"]].drop_duplicates().shape[0] > 1:
-            raise ConfigError(f"study {study.name}: its runs differ in more than policy and seed")
+        _require_one_setting(study)
         table = study.runs.rename(columns={"k3_rollout_old": "value"})[["policy", "seed", "value"]]
         floors = study.runs[["noise_floor_rollout", "noise_floor_trainer"]].to_numpy(float)
         floor = float(np.nanmax(floors)) if np.isfinite(floors).any() else None
         return kl_by_policy(table, noise_floor=floor, **size), table.assign(noise_floor=floor)
 
-    return {f"{study.name}_rewards": rewards, f"{study.name}_kl": kl}
+    def differences() -> Drawn:
+        _require_one_setting(study)
+        table = comparison(study)
+        labels = {
+            "reward": "reward",
+            "evaluation_last": "held-out reward",
+            "k3_rollout_old": "k3",
+            "extreme_fraction_tau2": "F(2)",
+        }
+        return differences_by_policy(table, labels, **size), table
+
+    return {f"{study.name}_rewards": rewards, f"{study.name}_kl": kl, f"{study.name}_differences": differences}
+
+
+def _require_one_setting(study: Study) -> None:
+    if study.steps[["updates_per_batch", "lr"]].drop_duplicates().shape[0] > 1:
+        raise ConfigError(f"study {study.name}: its runs differ in more than policy and seed")
 
 
 def _of_frontier(found: Frontier, size: dict[str, Any]) -> dict[str, Callable[[], Drawn]]:

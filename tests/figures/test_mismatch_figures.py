@@ -14,6 +14,7 @@ from PIL import Image
 
 from rar_lib.figures import (
     alt_text,
+    differences_by_policy,
     expert_flow,
     extreme_curve,
     flips_by_margin,
@@ -90,6 +91,24 @@ def test_a_floor_far_below_is_said_and_not_drawn() -> None:
     low, high = figure.axes[0].get_xlim()
     assert low > 1e-5
     assert high / low >= 10 * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_differences_are_filled_where_they_were_shown(width: float) -> None:
+    rows = [("k3", "R3", np.log(0.5), np.log(0.25), 0.0, "lower", True), ("k3", "tis", 0.0, -1.0, 1.0, "does not differ", True),
+            ("r", "R3", 0.1, -0.1, 0.3, "does not differ", False), ("r", "tis", -0.2, -0.3, -0.1, "lower", False)]  # fmt: skip
+    table = pd.DataFrame(rows, columns=["quantity", "policy", "difference", "low", "high", "verdict", "log"]).assign(
+        n=8
+    )
+    figure = differences_by_policy(table, {"r": "reward", "k3": "k3"}, width=width)
+    reward, ratio = figure.axes
+    points = [c.lines[0] for c in ratio.containers]
+    assert [float(p.get_xdata()[0]) for p in points] == pytest.approx([0.5, 1.0])
+    assert [p.get_fillstyle() for p in points] == ["full", "none"]
+    assert [float(c.lines[0].get_xdata()[0]) for c in reward.containers] == pytest.approx([0.1, -0.2])
+    assert (reward.lines[-1].get_xdata()[0], ratio.lines[-1].get_xdata()[0]) == (0, 1)
+    assert ratio.get_xscale() == "log"
+    assert alt_text(figure) == "Paired differences from none. k3 of R3 lower; reward of tis lower."
 
 
 # ------------------------------------------------------------------ tokens

@@ -128,7 +128,7 @@ def test_a_study_is_read_and_drawn(tmp_path: Path) -> None:
     made.steps.to_parquet(folder / "steps.parquet")
     assert len(Study.read(folder).runs) == 24
     files, reasons = draw_all([folder], tmp_path / "out")
-    assert [f.stem for f in files] == ["made_rewards", "made_kl"]
+    assert [f.stem for f in files] == ["made_rewards", "made_kl", "made_differences"]
     assert reasons == {}
     served = pd.read_csv(tmp_path / "out" / "made_rewards.csv").query("on == 'held out'")
     assert sorted(served["step"].unique()) == [0, 2, 4]
@@ -142,5 +142,5 @@ def test_settings_that_differ_are_not_drawn_together(tmp_path: Path) -> None:
     made.runs.to_parquet(folder / "runs.parquet")
     made.steps.to_parquet(folder / "steps.parquet")
     _, reasons = draw_all([folder], tmp_path / "out")
-    assert set(reasons) == {"made_rewards", "made_kl"}
+    assert set(reasons) == {"made_rewards", "made_kl", "made_differences"}
     assert "differ in more than policy and seed" in reasons["made_kl"]
