@@ -27,7 +27,7 @@ from rar_lib.config import JobConfig
 from rar_lib.engines.session import EngineSession
 from rar_lib.job import run_job
 from rar_lib.runs.result import RunResult
-from rar_lib.runs.store import RUNS_DIR, RunStore, describe_environment, write_json, write_table
+from rar_lib.runs.store import RUNS_DIR, describe_environment, run_id, write_json, write_table
 from rar_lib.tasks import Task
 
 STUDIES = DATA_DIR / "studies"
@@ -122,16 +122,18 @@ def collect(study: str) -> None:
                 "checkpoint": digest_checkpoint(resolve_checkpoint(config.model.path)),
                 "task": Task(config.task).digest(),
             }
-        store = RunStore(RUNS_DIR, config, digests)
-        if not store.complete:
+        path = RUNS_DIR / run_id(config, digests)
+        if not (path / "summary.json").exists():
             missing += 1
             continue
-        result = RunResult.read(store.path)
+        result = RunResult.read(path)
         setting = {"policy": label, "lr": config.algorithm.lr}
         runs.append(setting | {name: result.summary.get(name) for name in SUMMARY})
         kept = [name for name in STEPS if name in result.metrics]
         part = result.metrics[kept].assign(seed=seed, updates_per_batch=config.algorithm.updates_per_batch, **setting)
         steps.append(part)
+    if not runs:
+        raise SystemExit(f"study {study}: none of its {missing} runs is complete in {RUNS_DIR}; `run` makes them")
     folder = STUDIES / study
     folder.mkdir(parents=True, exist_ok=True)
     write_table(folder / "runs.parquet", pd.DataFrame(runs))

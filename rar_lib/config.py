@@ -163,6 +163,9 @@ class RSPO(_Part):
 
 
 Correction = Annotated[TIS | IcePop | SeqMIS | GeoRS | OPSM | RSPO, Field(discriminator="name")]
+CORRECTIONS: dict[str, type[_Part]] = {
+    "tis": TIS, "icepop": IcePop, "seq_mis": SeqMIS, "geo_rs": GeoRS, "opsm": OPSM, "rspo": RSPO,
+}  # fmt: skip
 WEIGHTS = ("tis", "icepop", "seq_mis")  # importance weights old/rollout
 CLIP = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gmpo": (0.4, 0.4)}
 
@@ -192,7 +195,7 @@ class AlgorithmConfig(_Part):
     @model_validator(mode="before")
     @classmethod
     def _clips_of_the_objective(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("objective") in CLIP:
+        if isinstance(values, dict) and isinstance(values.get("objective"), str) and values["objective"] in CLIP:
             low, high = CLIP[values["objective"]]
             return {"clip_low": low, "clip_high": high, **values}
         return values
@@ -203,7 +206,10 @@ class AlgorithmConfig(_Part):
         if isinstance(value, str):
             value = [name.strip() for name in value.split("+")] if value not in ("", "none") else []
         if isinstance(value, (list, tuple)):
-            return [{"name": one} if isinstance(one, str) else one for one in value]
+            named = [{"name": one} if isinstance(one, str) else one for one in value]
+            return sorted(
+                named, key=lambda one: str(one.get("name") if isinstance(one, dict) else getattr(one, "name", ""))
+            )
         return value
 
     @model_validator(mode="after")
@@ -341,6 +347,10 @@ class JobConfig(_Part):
     @model_validator(mode="after")
     def _recorded_gates(self) -> JobConfig:
         engines = (self.rollout.engine, self.trainer.engine)
+        if self.router_replay.gates == "recorded" and self.router_replay.unit != "token_layer":
+            raise ValueError(
+                f"router_replay.gates 'recorded' replays whole sets; expected unit token_layer, found {self.router_replay.unit}"
+            )
         if self.router_replay.gates == "recorded" and (engines != ("hf", "hf") or self.router_replay.arm != "R3"):
             raise ValueError(
                 "router_replay.gates 'recorded' needs mode R3 with rollout.engine hf and trainer.engine hf, since vLLM records no gate "
@@ -522,5 +532,10 @@ def _explain(error: ValidationError) -> str:
 def _fields_at(path: tuple[int | str, ...]) -> list[str]:
     model: Any = JobConfig
     for name in path:
-        model = model.model_fields[str(name)].annotation
-    return list(model.model_fields)
+        if isinstance(name, int):  # a place in a list; the name of its kind comes next
+            continue
+        if name in CORRECTIONS:
+            model = CORRECTIONS[name]
+        elif name in model.model_fields:
+            model = model.model_fields[name].annotation
+    return list(getattr(model, "model_fields", {}))

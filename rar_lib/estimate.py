@@ -23,6 +23,7 @@ from rar_lib.checkpoint import load_model_config, load_tokenizer, resolve_checkp
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import Replay, TokenBatch, Trainer
 from rar_lib.engines.session import EngineSession, resolve_engines
+from rar_lib.job import noise_floor_row
 from rar_lib.measure import rollout_logprobs
 from rar_lib.planner import Planner
 from rar_lib.prompts import Prompts
@@ -92,14 +93,17 @@ def estimate(
         else:
             with EngineSession() as own:
                 measured = _measure(config, own, prompts)
-    length = measured.get("length", float(config.rollout.sampling.max_new_tokens))
+    length = measured.get("length") or _longest(config)
     cells = samples * length * header.num_layers
     route = header.top_k * id_dtype(header.num_experts).itemsize
     scores = (
         4 * header.num_experts if needs_routers(config.algorithm) or config.router_replay.gates == "recorded" else 0
     )
     kv = 2 * model.num_hidden_layers * model.num_key_value_heads * _head_size(model) * BYTES[config.rollout.dtype]
-    master = 4 if config.trainer.dtype == "float32" else 6  # Megatron keeps fp32 masters beside bf16 weights
+    both = (
+        config.trainer.dtype == "bfloat16" and config.trainer.engine == "megatron"
+    )  # fp32 masters beside bf16 weights
+    master = 6 if both else 4
     rows = [
         ("trainer weights", parameters * master, f"{parameters:,} parameters"),
         ("gradients", parameters * 4, "fp32"),
@@ -109,11 +113,16 @@ def estimate(
         ("routes of a step", int(cells * (2 * route + 4 + scores)), "rollout and native, with margins" + (" and scores" if scores else "")),
     ]  # fmt: skip
     if "activations" in measured:
-        rows.append(
-            ("activations", measured["activations"], f"of {config.trainer.micro_batch_size} sequences, counted")
-        )
-    saved = 2 if config.diagnostics.save_traces_every == 0 else 1 + config.steps // config.diagnostics.save_traces_every
-    disk = parameters * 12 * KEEP_CHECKPOINTS + int(saved * cells * (2 * route + 4)) + config.steps * 4096
+        rows.append(("activations", measured["activations"], f"of {measured['rows']} sequences, counted"))
+    every = config.diagnostics.save_traces_every
+    saved = (
+        len({0, config.steps - 1, *(range(0, config.steps, every) if every else ())})
+        if config.diagnostics.enabled
+        else 0
+    )
+    probes = (1 + saved) * min(samples, config.diagnostics.probe_sequences) * length * header.num_layers
+    kept = saved * cells * (2 * route + 4 + scores) + (probes * (route + 4 * header.num_experts) if saved else 0)
+    disk = parameters * 12 * KEEP_CHECKPOINTS + int(kept) + config.steps * 8192
     seconds = pd.DataFrame(measured.get("seconds", []), columns=["part", "a_step", "in_all"])
     return Estimate(pd.DataFrame(rows, columns=["part", "bytes", "how"]), disk, seconds)
 
@@ -153,17 +162,19 @@ def _measure(config: JobConfig, session: EngineSession, wanted: int) -> dict[str
             assert margins is not None
             planner.learn_flips(sample.trace, margins)
         replay = planner.plan(sample.trace if mode.in_updates == "rollout" else native.trace, batch, 0, seen)
+    mask, mu = batch.response_mask, rollout_logprobs(batch, sample)
     if config.diagnostics.enabled:
-        full = Replay.full(sample.trace)
-        clocked(
-            "paired passes",
-            lambda: trainer.logprobs(batch, temperature=temperature, replay=full),
-            2.0 if replay else 1.0,
-        )
-    mask = batch.response_mask
-    lesson = Lesson(
-        algorithm, rollout_logprobs(batch, sample), native.logprobs, torch.ones(len(batch)), mask, native.trace
-    )
+        full, partial = Replay.full(sample.trace), config.router_replay.policy != "full"
+        beside = (mode.in_old_pass is not None and not planner.looks) + (
+            mode.in_old_pass is None or partial
+        )  # native, R3
+        clocked("paired passes", lambda: trainer.logprobs(batch, temperature=temperature, replay=full), float(beside))
+        due = len({0, config.steps - 1, *range(0, config.steps, config.diagnostics.noise_floor_every)}) / config.steps
+        clocked("noise floor", lambda: noise_floor_row(config, rollout, trainer, batch, mu, native), due / scale)
+        few = batch.select(torch.arange(min(len(batch), max(1, config.diagnostics.probe_sequences))))
+        share = config.diagnostics.probe_sequences / (scale * len(few))
+        clocked("probe", lambda: trainer.logprobs(few, temperature=temperature, capture="scores"), share)
+    lesson = Lesson(algorithm, mu, native.logprobs, torch.ones(len(batch)), mask, native.trace)
 
     def updates() -> None:
         for share in batch.update_shares():
@@ -172,21 +183,35 @@ def _measure(config: JobConfig, session: EngineSession, wanted: int) -> dict[str
                 batch.select(share), lesson.objective(share), temperature=temperature, replay=part, routers=routers
             )
 
-    activations = _activations(trainer, batch, config, temperature)
+    rows = min(
+        config.trainer.micro_batch_size,
+        algorithm.prompts_per_step * algorithm.group_size // algorithm.updates_per_batch,
+    )
+    activations = _activations(trainer, batch, rows, temperature)
     clocked("updates", updates)
     clocked("sync", lambda: rollout.load_weights(trainer.weights(), 1), 1 / scale)
     seconds = [{"part": "opening the engines", "a_step": 0.0, "in_all": opening}]
     seconds += [{"part": name, "a_step": value, "in_all": value * config.steps} for name, value in times.items()]
     if config.evaluation.prompts:
-        often = 2 + (config.steps // config.evaluation.every if config.evaluation.every else 0)
+        often = 2 + ((config.steps - 1) // config.evaluation.every if config.evaluation.every else 0)
         one = (times["rollout"] + 2 * times["old pass"]) * config.evaluation.prompts / (scale * len(batch))
         seconds.append({"part": "evaluation", "a_step": one * often / config.steps, "in_all": one * often})
-    return {"seconds": seconds, "activations": activations, "length": float(batch.lengths.double().mean())}
+    length = float(batch.lengths.double().mean())
+    return {"seconds": seconds, "activations": activations, "rows": rows, "length": length}
 
 
-def _activations(trainer: Trainer, batch: TokenBatch, config: JobConfig, temperature: float) -> int:
-    """Bytes that autograd keeps of one micro-batch's forward, each storage once; parameters are not counted."""
-    size = min(len(batch), config.trainer.micro_batch_size)
+def _longest(config: JobConfig) -> float:
+    """Tokens of a sequence if every answer takes all that it may: of a few prompts, since nothing was sampled."""
+    path = resolve_checkpoint(config.model.path)
+    tokenizer = load_tokenizer(path)
+    prompts = Prompts(config, Task(config.task), tokenizer, special_tokens(path, tokenizer))
+    few = {p.uid: len(tokenizer(p.prompt)["input_ids"]) for p in prompts.train(0)[: 32 * config.algorithm.group_size]}
+    return float(np.mean(list(few.values()))) + config.rollout.sampling.max_new_tokens
+
+
+def _activations(trainer: Trainer, batch: TokenBatch, rows: int, temperature: float) -> int:
+    """Bytes that autograd keeps of the forward of a micro-batch of `rows`, each storage once; parameters are not counted."""
+    size = min(len(batch), rows)
     weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}  # type: ignore[attr-defined]
     kept: dict[int, int] = {}
 
@@ -202,7 +227,7 @@ def _activations(trainer: Trainer, batch: TokenBatch, config: JobConfig, tempera
     part = batch.select(torch.arange(size))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         trainer.update(part, objective, temperature=temperature)
-    return int(sum(kept.values()) * config.trainer.micro_batch_size / size)
+    return int(sum(kept.values()) * rows / size)
 
 
 def _head_size(model: Any) -> int:

@@ -48,7 +48,7 @@ def evaluate(
         return row
     mu, mask, temperature = rollout_logprobs(batch, sample), batch.response_mask, config.rollout.sampling.temperature
     own = Planner(config.router_replay)  # the run's planner must not learn from this batch
-    own.flips = planner.flips
+    own.restore(planner.state())
     native = own.look(trainer, batch, config.steps, temperature)
     scored = {"native": native.logprobs, "replayed": None}
     if MODES[config.router_replay.arm].in_old_pass == "rollout":

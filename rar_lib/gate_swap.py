@@ -13,16 +13,18 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from rar_lib.checkpoint import load_model, resolve_checkpoint
-from rar_lib.config import JobConfig
+from rar_lib.checkpoint import resolve_checkpoint
+from rar_lib.config import JobConfig, TrainerConfig
+from rar_lib.engines.base import LogprobResult, TokenBatch
+from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.hf_weights import load_hf_weights, router_names
 from rar_lib.engines.session import EngineSession
 from rar_lib.errors import RunError
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import k3
-from rar_lib.retrace import record_tokens
 from rar_lib.runs.result import RunResult
 from rar_lib.runs.tables import traces
+from rar_lib.traces.trace import RouteTrace
 
 
 def gate_swap(run: RunResult, session: EngineSession | None = None, *, sequences: int = 128) -> pd.DataFrame:
@@ -30,12 +32,13 @@ def gate_swap(run: RunResult, session: EngineSession | None = None, *, sequences
 
     Args:
         run: a complete run that kept its traces and its last checkpoint.
-        session: whose trainer reads the checkpoint; by default one for this call. Scoring is by Transformers in fp32.
+        session: whose trainer reads the checkpoint; by default one for this call. Scoring is by Transformers in fp32, at the
+            temperature of the run.
         sequences: answers at most.
 
     Returns:
         A row a set of weights: `body`, `routers` (start or end), `logp` (mean log-prob of the response tokens, nats),
-        `k3_from_start` (k3 against the start, nats: KL(start ‖ these) on the start's own answers), `flip_from_start`, `flip_from_end` (shares of cells that are routed otherwise).
+        `k3_from_start` (k3 against the start, nats, on answers that the rollout sampled at the start: nearly KL(start ‖ these)), `flip_from_start`, `flip_from_end` (shares of cells that are routed otherwise).
 
     Raises:
         RunError: if the run kept no checkpoint.
@@ -49,31 +52,28 @@ def gate_swap(run: RunResult, session: EngineSession | None = None, *, sequences
     some = rollout.select(range(min(sequences, rollout.num_sequences)))
     assert some.token_ids is not None
     assert some.logprobs is not None
-    tokens = [some.token_ids[a:b] for a, b in zip(some.offsets[:-1], some.offsets[1:], strict=True)]
-    response = np.isfinite(some.logprobs)
+    batch = _batch_of(some)
+    response = batch.response_mask
     path = resolve_checkpoint(config.model.path)
     start, end = _both_ends(config, path, kept[-1], session)
-    model = load_model(path)
-    model.eval()
-    routers = router_names(model)
+    scorer = HFTrainer(path, TrainerConfig(engine="hf"), config.algorithm)
+    routers = router_names(scorer.model)
     seen = {}
     for body, gates in (("start", "start"), ("end", "end"), ("end", "start"), ("start", "end")):
         weights, of_routers = ({"start": start, "end": end}[name] for name in (body, gates))
-        load_hf_weights(model, [(n, of_routers[n] if n in routers else w) for n, w in weights.items()])
-        seen[body, gates] = record_tokens(model, tokens, batch_size=64)
+        load_hf_weights(scorer.model, [(n, of_routers[n] if n in routers else w) for n, w in weights.items()])
+        seen[body, gates] = scorer.logprobs(batch, temperature=config.rollout.sampling.temperature, capture=True)
     first, last = seen["start", "start"], seen["end", "end"]
     rows = []
-    for (body, gates), trace in seen.items():
-        assert trace.logprobs is not None
-        assert first.logprobs is not None
+    for (body, gates), scored in seen.items():
         rows.append(
             {
                 "body": body,
                 "routers": gates,
-                "logp": float(np.asarray(trace.logprobs)[response].mean()),
-                "k3_from_start": k3(trace.logprobs, first.logprobs, response),
-                "flip_from_start": agreement(first, trace).scalars()["router_flip"],
-                "flip_from_end": agreement(last, trace).scalars()["router_flip"],
+                "logp": float(scored.logprobs[response].double().mean()),
+                "k3_from_start": k3(scored.logprobs, first.logprobs, response),
+                "flip_from_start": _flips(first, scored),
+                "flip_from_end": _flips(last, scored),
             }
         )
     return pd.DataFrame(rows)
@@ -91,6 +91,24 @@ def gate_swap_table(table: pd.DataFrame) -> pd.DataFrame:
             "flips from the end": [f"{x:.4f}" for x in table["flip_from_end"]],
         }
     )
+
+
+def _batch_of(rollout: RouteTrace) -> TokenBatch:
+    """The answers of a rollout trace, whose log-probs say where each begins."""
+    assert rollout.token_ids is not None
+    assert rollout.logprobs is not None
+    prompts, answers = [], []
+    for a, b in zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True):
+        sampled = int(np.flatnonzero(np.isfinite(rollout.logprobs[a:b]))[0])
+        prompts.append(rollout.token_ids[a : a + sampled].tolist())
+        answers.append(rollout.token_ids[a + sampled : b].tolist())
+    return TokenBatch.pack(prompts, answers, [str(i) for i in range(len(prompts))], range(len(prompts)), 0)
+
+
+def _flips(a: LogprobResult, b: LogprobResult) -> float | None:
+    assert a.trace is not None
+    assert b.trace is not None
+    return agreement(a.trace, b.trace).scalars()["router_flip"]
 
 
 def _both_ends(config: JobConfig, path: Path, checkpoint: Path, session: EngineSession | None) -> tuple[dict, dict]:

@@ -49,7 +49,7 @@ from rar_lib.planner import Planner
 from rar_lib.probe import Probe
 from rar_lib.progress import Style, progress
 from rar_lib.prompts import Prompts
-from rar_lib.replay.control import require_live, wrong_routes
+from rar_lib.replay.control import require_gates, require_live, wrong_gates, wrong_routes
 from rar_lib.replay.diagnostics import ReplayDiagnostics
 from rar_lib.replay.modes import MODES
 from rar_lib.rl.advantages import group_advantages
@@ -120,10 +120,10 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         rollout.load_weights(trainer.weights(), start)
     else:
         facts["negative_control"] = _negative_control(config, rollout, trainer, prompts)
-        judged = evaluate(config, rollout, prompts, *((trainer, planner) if diagnose else ()))
-        facts |= {f"evaluation_first{'' if k == 'reward' else '_' + k}": v for k, v in judged.items()}
         if mode.in_updates is not None and planner.learns_flips:
             _learn_flips(config, planner, rollout, trainer, prompts)
+        judged = evaluate(config, rollout, prompts, *((trainer, planner) if diagnose else ()))
+        facts |= {f"evaluation_first{'' if k == 'reward' else '_' + k}": v for k, v in judged.items()}
     bar = progress(store.path.name, config.steps, start, show)
 
     for step in range(start, config.steps):
@@ -173,7 +173,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         if diagnose and "R3" not in scored:
             scored["R3"] = trainer.logprobs(batch, temperature=temperature, replay=Replay.full(sample.trace))
         clock.tick("paired")
-        if step == start:
+        if step == 0:  # later one answer may carry the mean; that pushes arrive is proved whenever engines are opened
             _require_sync(mu, scored.get("none") or trainer.logprobs(batch, temperature=temperature), batch)
         floor: measure.Row = {}
         if diagnose and _due(config, step, config.diagnostics.noise_floor_every):
@@ -201,6 +201,9 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         except DivergedError as error:
             facts["diverged"] = f"step {step}, update {len(updates)}: {error}"
             logger.warning("%s diverged at %s", store.path.name, facts["diverged"])
+            if diagnose:  # the last batch that was sampled, for whoever wants to know why
+                _save_traces(store, step, batch, sample, scored["none"], probe)
+                store.write_tokens(step, measure.token_table(step, batch, sample, mu, scored))
             break
         clock.tick("updates")
 
@@ -280,15 +283,19 @@ def _negative_control(config: JobConfig, rollout: Rollout, trainer: Trainer, pro
     problems = prompts.train(0)[: 2 * config.algorithm.group_size]
     _, batch = prompts.sample(rollout, problems, derive_seed(config.seed, "control"))
     temperature = config.rollout.sampling.temperature
-    native = trainer.logprobs(batch, temperature=temperature, capture=True)
+    gates, mask = config.router_replay.gates == "recorded", batch.response_mask
+    native = trainer.logprobs(batch, temperature=temperature, capture="scores" if gates else True)
     assert native.trace is not None
     header = native.trace.header
+    if gates:
+        other = replace(Replay.full(wrong_gates(native.trace)), gates="recorded")
+        moved = trainer.logprobs(batch, temperature=temperature, replay=other)
+        require_gates(native.logprobs[mask].numpy(), moved.logprobs[mask].numpy(), header)
     if header.top_k == header.num_experts:
         return None
     wrong = wrong_routes(native.trace)
     moved = trainer.logprobs(batch, temperature=temperature, replay=Replay.full(wrong), capture=True)
     assert moved.trace is not None
-    mask = batch.response_mask
     return require_live(native.logprobs[mask].numpy(), moved.logprobs[mask].numpy(), wrong, moved.trace)
 
 

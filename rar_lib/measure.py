@@ -166,7 +166,7 @@ def token_table(
     """A row a response token: what the figures of single tokens are drawn from.
 
     Returns:
-        step, sequence, position, token, logp_rollout, logp_{arm} for every arm that was scored (nats), layers_flipped and
+        step, prompt (its number in the batch), sequence, position, token, logp_rollout, logp_{arm} for every arm that was scored (nats), layers_flipped and
         smallest_margin of the router calls that it was computed from, those at the token before it.
     """
     native = scored["none"].trace
@@ -177,7 +177,7 @@ def token_table(
     place = np.cumsum(inside.numpy().ravel()).reshape(inside.shape) - 1  # of each token in the packed order
     before = place[row, column] - 1  # a response has a prompt, so the token before it is of the same sequence
     table = {
-        "step": step, "sequence": row, "position": column, "token": batch.tokens[response].numpy(),
+        "step": step, "prompt": batch.groups.numpy()[row], "sequence": row, "position": column, "token": batch.tokens[response].numpy(),
         "logp_rollout": mu[response].numpy(),
         **{f"logp_{arm}": result.logprobs[response].numpy() for arm, result in scored.items()},
         "layers_flipped": flips[before],

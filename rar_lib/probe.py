@@ -8,6 +8,7 @@ arXiv 2510.23027, with this step's start as the old policy). Drift is not mismat
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,16 +34,20 @@ class Probe:
 
     def __init__(self, trainer: Trainer, start: RouteTrace, temperature: float) -> None:
         self._batch, self.start, self._temperature = _batch_of(start), start, temperature
+        self._predicts = _predicts_response(start)
         self.latest = self._routes(trainer)
 
     @classmethod
     def begin(cls, trainer: Trainer, batch: TokenBatch, sequences: int, temperature: float, folder: Path) -> Probe:
         """From the first `sequences` answers of a batch, at the weights of the start; kept in `folder`."""
         some = torch.arange(min(len(batch), sequences))
-        first = trainer.logprobs(batch.select(some), temperature=temperature, capture="scores").trace
-        assert first is not None
-        probe = cls(trainer, first, temperature)
-        probe.start = probe.latest  # the very pass that later ones repeat
+        chosen = batch.select(some)
+        first = trainer.logprobs(chosen, temperature=temperature, capture="scores")
+        assert first.trace is not None
+        response = chosen.response_mask[chosen.token_mask].numpy()
+        logp = np.where(response, first.logprobs[chosen.token_mask].numpy(), np.nan).astype(np.float32)
+        probe = cls(trainer, replace(first.trace, logprobs=logp), temperature)
+        probe.start = replace(probe.latest, logprobs=logp)  # the very pass that later ones repeat
         probe.start.save(folder / FILE)
         return probe
 
@@ -55,7 +60,8 @@ class Probe:
     def step(self, trainer: Trainer) -> Row:
         """What this step did: `drift/start/*` since the start of the run, `drift/step/*` since the last call.
 
-        router_flip and gate_tv by layer and in all; of the step alone γ's mean, its share below 0.8, and its quantiles.
+        router_flip and gate_tv by layer and in all, over prompt and response; of the step alone γ's mean, its share below 0.8 and its
+        quantiles, over the inputs that a response token is predicted from, as RSPO weighs them.
         """
         before, self.latest = self.latest, self._routes(trainer)
         row: Row = {}
@@ -65,7 +71,8 @@ class Probe:
             row[f"drift/{name}/router_flip"] = flips.scalars()["router_flip"]
             row[f"drift/{name}/gate_tv"] = float(np.average(shift["gate_tv"], weights=shift["cells"]))
             if name == "step":
-                summary = shift_summary(gamma, quantiles=(0.5, 0.9, 0.99))
+                full = (since.recorded & self.latest.recorded).all(-1)
+                summary = shift_summary(gamma[self._predicts[full]], quantiles=(0.5, 0.9, 0.99))
                 row |= {"drift/step/gamma_mean": summary["mean"], "drift/step/gamma_below_0.8": summary["below_floor"]}
                 for high, low in ((50, 50), (90, 10), (99, 1)):  # a high quantile of the shift is a low one of γ
                     value = summary[f"shift_p{high}"]
@@ -81,6 +88,15 @@ class Probe:
         seen = trainer.logprobs(self._batch, temperature=self._temperature, capture="scores").trace
         assert seen is not None
         return seen
+
+
+def _predicts_response(trace: RouteTrace) -> np.ndarray:
+    """`[N]` bool: tokens whose next token, of the same sequence, was sampled."""
+    assert trace.logprobs is not None
+    sampled = np.isfinite(trace.logprobs)
+    following = np.r_[sampled[1:], False]
+    following[trace.offsets[1:][trace.lengths > 0] - 1] = False
+    return following
 
 
 def _batch_of(trace: RouteTrace) -> TokenBatch:

@@ -34,7 +34,7 @@ def summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: Row) -> d
         seen = [float(values(c).min()) for c in columns if not values(c).empty]
         return min(seen) if seen else None
 
-    tokens = "mismatch/rollout_old/tokens"
+    tokens, rewards = "mismatch/rollout_old/tokens", table["reward/mean"].tolist() if len(table) else []
     times = [c for c in table if str(c).startswith("time/")]
     return {
         "run": run,
@@ -56,15 +56,21 @@ def summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: Row) -> d
         "gates": config.router_replay.gates,
         "updates_per_batch": config.algorithm.updates_per_batch,
         "precision": config.rollout.precision,
-        "computes_alike": config.rollout.dtype == config.trainer.dtype
-        and config.rollout.precision == "native"
-        and not config.rollout.router_noise,
+        "computes_alike": (
+            config.rollout.dtype,
+            config.trainer.dtype,
+            config.rollout.precision,
+            config.rollout.router_noise,
+        )
+        == ("float32", "float32", "native", 0.0),
         "rollout_engine": config.rollout.engine,
         "trainer_engine": config.trainer.engine,
         "seed": config.seed,
         "steps": len(table),
         "diverged": None,
-        "collapsed_at": collapsed_at(table["reward/mean"].tolist()) if len(table) else None,
+        "collapsed_at": collapsed_at(rewards)
+        if min(rewards, default=0) >= 0
+        else None,  # the rule is of rewards from 0 up
         "reward_first": float(table["reward/mean"].iloc[0]) if len(table) else None,
         "reward_last": float(table["reward/mean"].iloc[-1]) if len(table) else None,
         **facts,

@@ -116,3 +116,13 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("[1, 2]")
     with pytest.raises(ConfigError, match="expected a mapping, found list"):
         JobConfig.from_file(tmp_path / "list.yaml")
+
+
+def test_faults_inside_a_list_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm.corrections.0.tis.kap: no such field; allowed here: name, cap"):
+        JobConfig.build({"algorithm": {"corrections": [{"name": "tis", "kap": 2}]}})
+    with pytest.raises(ConfigError, match=r"algorithm\.objective"):
+        JobConfig.build({"algorithm": {"objective": ["grpo"]}})
+    hf = {"rollout": {"engine": "hf"}, "trainer": {"engine": "hf"}}
+    with pytest.raises(ConfigError, match="expected unit token_layer, found slot"):
+        JobConfig.build({**hf, "router_replay": {"gates": "recorded", "unit": "slot"}})

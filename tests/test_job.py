@@ -58,14 +58,16 @@ def test_a_run_folder_holds_what_it_says(runs: dict[str, RunResult]) -> None:
     for arm, run in runs.items():
         names = {p.name for p in run.path.iterdir()}
         assert {"config.json", "environment.json", "metrics.parquet", "paired.parquet", "summary.json"} <= names
+        assert {"tokens.parquet", "replay.jsonl"} <= names
         assert run.path.name.startswith(f"{arm}-seed0-")
         assert len(run.metrics) == 4
         assert len(run.paired) == 4 * 16
         assert (run.summary["rollout_engine"], run.summary["trainer_engine"]) == ("hf", "hf")
         traces = sorted(p.name for p in (run.path / "traces").iterdir())
-        assert traces[0] == "step-000000-native.safetensors"
-        assert len(traces) == 4
-        RouteTrace.load(run.path / "traces" / traces[0]).verify()
+        sides = [f"step-{step:06d}-{side}.safetensors" for step in (0, 3) for side in ("native", "probe", "rollout")]
+        assert traces == ["probe-start.safetensors", *sides]
+        for name in traces:
+            RouteTrace.load(run.path / "traces" / name).verify()
         environment = json.loads((run.path / "environment.json").read_text())
         assert environment["versions"]["torch"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from rar_lib.checkpoint import load_tokenizer, resolve_checkpoint, special_tokens
 from rar_lib.engines.hf_rollout import HFRollout
+from rar_lib.engines.session import EngineSession
 from rar_lib.evaluate import evaluate
 from rar_lib.job import run_job
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import extreme_token_fraction, k3
+from rar_lib.planner import Planner
+from rar_lib.prompts import Prompts
 from rar_lib.runs.result import RunResult
+from rar_lib.tasks import Task
 from rar_lib.traces.trace import RouteTrace
 from tests.test_job import numbers, small
 
@@ -73,7 +79,7 @@ def test_every_remedy_trains_and_resumes_bit_for_bit(
     assert whole.summary["diverged"] is None
 
 
-LABELS = {"gspo": "none gspo", "gmpo": "none gmpo", "opsm": "R2+opsm", "rspo": "rspo gmpo", "rspo under R3": "R3+rspo",
+LABELS = {"seq_mis+geo_rs": "geo_rs+seq_mis", "gspo": "none gspo", "gmpo": "none gmpo", "opsm": "R2+opsm", "rspo": "rspo gmpo", "rspo under R3": "R3+rspo",
           "anchor": "R3 anchor rollout", "frozen": "none frozen router", "gates": "R3 recorded gates"}  # fmt: skip
 
 
@@ -185,3 +191,43 @@ def test_evaluation_in_zero_mismatch_is_what_is_served(tmp_path: Path) -> None:
 
 def test_no_held_out_prompts_no_evaluation() -> None:
     assert evaluate(small("none", "evaluation.prompts=0"), None, None) == {}  # type: ignore[arg-type]
+
+
+def test_a_reward_below_0_ends_a_run_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def below(answer, entry):\n    return -1.0 + 0.1 * len(answer)\n")
+    run = run_job(small("none", "steps=1", f"task.reward={tmp_path}/reward.py:below"), runs_dir=tmp_path, show="none")
+    assert run.summary["reward_last"] < 0
+    assert run.summary["collapsed_at"] is None  # the rule is of rewards from 0 up
+
+
+def test_a_resumed_run_is_not_refused_for_a_heavy_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single answer may carry the mean gap of a later batch: only the first step is judged by it."""
+    config = small("none", "steps=2", "checkpoint_every=1")
+    whole = run_job(config, runs_dir=tmp_path, show="none")
+    (whole.path / "summary.json").unlink()
+    shutil.rmtree(whole.path / "checkpoints" / "step-000002")
+    monkeypatch.setattr("rar_lib.job.LARGEST_SYNC_GAP", 0.0)
+    again = run_job(config, runs_dir=tmp_path, show="none")
+    pd.testing.assert_frame_equal(numbers(again.metrics), numbers(whole.metrics), check_exact=True)
+
+
+def test_evaluation_plans_with_what_training_knows(tmp_path: Path) -> None:
+    """Scores are averaged over batches there too, so the evaluated plan is the run's own."""
+    config = small(
+        "R3", "router_replay.policy=fisher", "router_replay.budget=0.25", "router_replay.score.ema=0.9", "steps=2"
+    )
+    session = EngineSession()
+    path = resolve_checkpoint("tiny-moe")
+    tokenizer = load_tokenizer(path)
+    special = special_tokens(path, tokenizer)
+    rollout, trainer = session.open(config, path, special)
+    prompts = Prompts(config, Task(config.task), tokenizer, special)
+    planner = Planner(config.router_replay)
+    fresh = evaluate(config, rollout, prompts, trainer, planner)
+    _, batch = prompts.sample(rollout, prompts.train(0), 0)
+    planner.look(trainer, batch, 0, 1.0)
+    state = planner.state()
+    knows = evaluate(config, rollout, prompts, trainer, planner)
+    assert planner.state() == state
+    assert knows["k3_native"] == fresh["k3_native"]
+    assert planner.state()["sums"] is not None

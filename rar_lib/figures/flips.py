@@ -75,7 +75,7 @@ def flips_by_margin(table: pd.DataFrame, *, auc: float | None = None, width: flo
         axes.set(xscale="log", xlabel="margin of the native choice", ylabel="router flip (share of cells)")
         axes.margins(y=0.08)
         axes.set_ylim(bottom=0)
-        corner_note(axes, "95 % Wilson" if auc is None else f"AUC {auc:.3f}, 95 % Wilson", "right")
+        corner_note(axes, ("" if auc is None else f"AUC {auc:.3f}, ") + "95 %, clustered by prompt", "right")
     first, last = table.iloc[0], table.iloc[-1]
     return described(
         figure,

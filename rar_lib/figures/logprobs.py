@@ -89,7 +89,8 @@ def extreme_curve(table: pd.DataFrame, *, width: float = COLUMN_WIDTH) -> Figure
         width: inches.
     """
     names = policies(table)
-    bottom = float(table.loc[table["fraction"] > 0, "fraction"].min()) / 3
+    positive = table.loc[table["fraction"] > 0, "fraction"]
+    bottom = float(positive.min()) / 3 if len(positive) else 1e-6
     with house_style():
         figure, axes = new_figure(width)
         for name in names:
@@ -111,6 +112,6 @@ def extreme_curve(table: pd.DataFrame, *, width: float = COLUMN_WIDTH) -> Figure
         axes.set_ylim(bottom=bottom)
         axes.legend(frameon=False, loc="best")
         if "low" in table:
-            corner_note(axes, "95 %, clustered by answer", "right")
+            corner_note(axes, "95 %, clustered by prompt", "right")
     at = table[np.isclose(table["tau"], 2)].drop_duplicates("policy").set_index("policy")["fraction"]
     return described(figure, f"Share of extreme tokens against the factor. F(2): {listed(at.index, at, '.2e')}.")

@@ -134,14 +134,19 @@ def mean_and_band(values: pd.DataFrame, *, seed: int = 0, resamples: int = 1000)
 def lines_by_policy(axes: Any, table: pd.DataFrame) -> int:
     """One line a policy over steps, with a band over seeds where there are several, and at most BANDS policies.
 
+    A line ends, with a cross, where a seed has no further value: a run that diverged must not lift the mean of those that did not.
+
     Returns:
         The largest number of seeds of a policy.
     """
     most = 0
     for name in policies(table):
         wide = table[table["policy"] == name].pivot_table(index="seed", columns="step", values="value")
-        mean, low, high = mean_and_band(wide)
-        steps = wide.columns.to_numpy()
+        whole = wide.loc[:, wide.notna().all()]
+        mean, low, high = mean_and_band(whole)
+        steps = whole.columns.to_numpy()
+        if whole.shape[1] < wide.shape[1] and len(steps):
+            axes.plot(steps[-1], mean[-1], "x", color=POLICY_COLOUR[family(name)], markersize=8)
         axes.plot(
             steps,
             mean,

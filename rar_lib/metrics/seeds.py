@@ -18,8 +18,8 @@ def paired_t(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> dic
     """Mean of a - b over paired seeds with Student's interval and two-sided p.
 
     Returns:
-        n, difference, low, high, p; interval and p are None with fewer than two pairs, and p is None where all differences are equal
-        and so have no spread to judge by (an exact 0 gives p 1).
+        n, difference, low, high, p; interval and p are None with fewer than two pairs, and where all differences are equal, up to
+        rounding, and so have no spread to judge by (an exact 0 gives the interval [0, 0] and p 1).
 
     Raises:
         ValueError: if the two have other lengths, or a value is not finite.
@@ -34,12 +34,17 @@ def paired_t(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> dic
     if n < 2:
         return {"n": n, "difference": mean if n else None, "low": None, "high": None, "p": None}
     error = float(d.std(ddof=1) / np.sqrt(n))
+    if error <= 1e-12 * np.abs(np.r_[left, right]).max():
+        same = bool((d == 0).all())
+        return {
+            "n": n,
+            "difference": mean,
+            "low": 0.0 if same else None,
+            "high": 0.0 if same else None,
+            "p": 1.0 if same else None,
+        }
     reach = float(stats.t.ppf((1 + level) / 2, n - 1)) * error
-    p: float | None = None
-    if error > 0:
-        p = float(2 * stats.t.sf(abs(mean) / error, n - 1))
-    elif mean == 0:
-        p = 1.0
+    p = float(2 * stats.t.sf(abs(mean) / error, n - 1))
     return {"n": n, "difference": mean, "low": mean - reach, "high": mean + reach, "p": p}
 
 
@@ -63,10 +68,11 @@ def against(table: pd.DataFrame, value: str, baseline: str, *, log: bool = False
         log: compare logarithms, for positive quantities that differ by factors; differences are then of natural logs.
 
     Returns:
-        policy, n, mean, difference, low, high, p, p_holm, verdict ('higher', 'lower', 'does not differ'), in the order of the table.
+        policy, n, mean, difference, low, high, p, p_holm, verdict ('higher', 'lower', 'does not differ', or 'cannot be told' where
+        there is no p), in the order of the table.
 
     Raises:
-        ValueError: if an arm lacks a seed of the baseline or has one twice.
+        ValueError: if an arm lacks a seed of the baseline or has one twice, or there is no arm but the baseline.
     """
     if table.duplicated(["policy", "seed"]).any():
         raise ValueError("against: expected every policy and seed once")
@@ -84,11 +90,13 @@ def against(table: pd.DataFrame, value: str, baseline: str, *, log: bool = False
                     **paired_t(shown[policy].tolist(), shown[baseline].tolist()),
                 }
             )
-    found = pd.DataFrame(rows)
+    if not rows:
+        raise ValueError(f"against: expected policies beside {baseline!r}, found none")
+    found = pd.DataFrame(rows).astype({"p": float})
     known = found["p"].notna()
     found.loc[known, "p_holm"] = holm(found.loc[known, "p"].tolist())
     found["verdict"] = [
-        "does not differ" if not pd.notna(p) or p >= 0.05 else "higher" if d > 0 else "lower"
+        "cannot be told" if pd.isna(p) else "does not differ" if p >= 0.05 else "higher" if d > 0 else "lower"
         for p, d in zip(found["p_holm"], found["difference"], strict=True)
     ]
     columns = ["policy", "n", "mean", "difference", "low", "high", "p", "p_holm", "verdict"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from rar_lib.errors import ReplayError
 from rar_lib.metrics.agreement import agreement
-from rar_lib.traces.trace import RouteTrace
+from rar_lib.traces.trace import RouteTrace, TraceHeader
 
 
 def wrong_routes(trace: RouteTrace) -> RouteTrace:
@@ -59,3 +59,35 @@ def require_live(native: np.ndarray, moved: np.ndarray, resolved: RouteTrace, ex
             f"negative control: deliberately wrong experts moved the log-probs by {gap}; replay is not live"
         )
     return gap
+
+
+def wrong_gates(trace: RouteTrace) -> RouteTrace:
+    """The same routes with other scores: those of each expert times its own factor, from a half to one and a half.
+
+    Raises:
+        ReplayError: if the trace carries no scores.
+    """
+    if trace.scores is None:
+        raise ReplayError("recorded gates: the trace carries no router scores")
+    factors = np.linspace(0.5, 1.5, trace.header.num_experts, dtype=np.float32)
+    return replace(trace, scores=np.asarray(trace.scores) * factors)
+
+
+def require_gates(native: np.ndarray, moved: np.ndarray, header: TraceHeader) -> None:
+    """Replayed gate weights must reach the experts: some routers take only the ids of their pick and weigh in another way.
+
+    Args:
+        native, moved: log-probs of a native pass and of one under its own routes with wrong_gates, in nats.
+        header: of the routers. With one expert a token, whose weight a router may renormalise to 1, nothing need move.
+
+    Raises:
+        ReplayError: if the log-probs did not change.
+    """
+    if (
+        header.top_k > 1
+        and not np.abs(np.asarray(moved, np.float64) - np.asarray(native, np.float64)).max(initial=0) > 0
+    ):
+        raise ReplayError(
+            "negative control: other gate weights did not move the log-probs; routers of this family weigh their experts by something "
+            "else than the scores that they rank, so router_replay.gates 'recorded' has no effect there"
+        )

@@ -88,6 +88,7 @@ class Lesson:
             if "opsm" in chosen:
                 stays = stays & opsm_keep(logp, mu[rows], a[rows], here, chosen["opsm"].delta)
             terms = torch.where(stays, terms * scale[rows], 0.0)
+            sums["clipped"] = min(sums["clipped"], float(stays.sum()))
             sums["kept"] = float((stays & (weight[rows] != 0)).sum() if weight is not None else stays.sum())
             if weight is not None:
                 terms = terms * weight[rows]

@@ -193,7 +193,7 @@ MISMATCH_SHOWN = {
 
 
 def mismatch_table(runs: Mapping[str, RunResult]) -> pd.DataFrame:
-    """Every number of METRICS section 1 for rollout/old, from the single tokens that each run kept: a row a number, as text.
+    """The token statistics of rollout/old, from the single tokens that each run kept: a row a number, as text.
 
     Args:
         runs: name -> run. A column is a run's tokens scored natively, and one more scored under R3 if that differs.
@@ -238,7 +238,8 @@ REPLAY_SHOWN = {
 
 
 def depth_of_run_table(run: RunResult) -> pd.DataFrame:
-    """What replay and updates did over a run: number, first step, mean, last step, as text; what was never measured is absent."""
+    """What replay and updates did over a run: number, and its first, mean and last measured value, as text; what was never measured is
+    absent."""
     rows = []
     for column, (name, form) in REPLAY_SHOWN.items():
         values = run.metrics[column].dropna() if column in run.metrics else pd.Series(dtype=float)

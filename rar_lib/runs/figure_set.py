@@ -113,7 +113,10 @@ def _of_runs(runs: list[RunResult], size: dict[str, Any]) -> dict[str, Callable[
     one = next((run for run in reversed(others) if list((run.path / "traces").glob("step-*"))), runs[-1])
 
     def rewards() -> Drawn:
-        table, held = tables.reward_table(runs), tables.held_out_table(runs)
+        table = tables.reward_table(runs)
+        if all(run.summary.get("evaluation_last") is None for run in runs):
+            return reward_by_step(table, **size), table.assign(on="sampled batch")
+        held = tables.held_out_table(runs)
         both = pd.concat([table.assign(on="sampled batch"), held.assign(on="held out")], ignore_index=True)
         return reward_by_step(table, held, **size), both
 
@@ -131,10 +134,12 @@ def _of_runs(runs: list[RunResult], size: dict[str, Any]) -> dict[str, Callable[
         return logprob_scatter(table, **size), table
 
     def extremes() -> Drawn:
+        tables.require_distinct(others)
         table = tables.extreme_table(tables.token_table(others))
         return extreme_curve(table, **size), table
 
     def flips() -> Drawn:
+        tables.require_distinct(others)
         table = layer_flip_table(others)
         return flips_by_layer(table, **size), table
 
@@ -183,7 +188,11 @@ def _of_study(study: Study, size: dict[str, Any]) -> dict[str, Callable[[], Draw
 
     def rewards() -> Drawn:
         _require_one_setting(study)
-        held = study.steps.rename(columns={"evaluation/reward": "v"})[["policy", "seed", "step", "v"]].dropna()
+        held = (
+            study.steps.reindex(columns=["policy", "seed", "step", "evaluation/reward"])
+            .rename(columns={"evaluation/reward": "v"})
+            .dropna()
+        )
         ends = study.runs[["policy", "seed", "steps", "evaluation_last"]].set_axis(
             ["policy", "seed", "step", "value"], axis=1
         )

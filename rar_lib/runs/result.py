@@ -13,6 +13,9 @@ from rar_lib.errors import RunError
 from rar_lib.replay.diagnostics import ReplayDiagnostics, from_lines
 from rar_lib.runs.store import read_table
 
+NEEDED = ("arm", "policy", "budget", "seed", "corrections", "objective", "anchor", "router", "gates", "computes_alike", "precision",
+          "collapsed_at", "diverged")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -38,6 +41,11 @@ class RunResult:
             raise RunError(
                 f"run folder {path}: expected a complete run, whose summary.json can be read: {error}"
             ) from None
+        missing = [name for name in NEEDED if name not in summary]
+        if missing:
+            raise RunError(
+                f"run folder {path}: written by an earlier version of the library (no {', '.join(missing)}): run it again"
+            )
         lines = path / "replay.jsonl"
         records = from_lines(lines.read_text(), str(lines)) if lines.exists() else []
         return cls(path, summary, read_table(path / "metrics.parquet"), read_table(path / "paired.parquet"), records)

@@ -26,7 +26,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,8 @@ class RunStore:
             raise RunError(f"run folder {self.path}: config.json cannot be read: {error}") from None
         if {name: theirs.get(name) for name in mine} != mine:
             raise RunError(f"run folder {self.path}: config.json is of another run than its name says")
-        moved = differing(theirs.get("config", {}), self.config.resolved())
+        skip = ("model", "router_replay") if self.config.router_replay.arm == "none" else ("model",)
+        moved = differing(theirs.get("config", {}), self.config.resolved(), skip)
         if moved:
             raise RunError(
                 f"run folder {self.path}: made when a default was another; {', '.join(moved)}: remove the folder, or set the value"
@@ -225,16 +226,22 @@ class RunStore:
         return (steps[-1], self.path / "checkpoints" / f"step-{steps[-1]:06d}") if steps else None
 
 
-def differing(stored: dict[str, Any], today: dict[str, Any], prefix: str = "") -> list[str]:
-    """Settings that both know and that differ, but for the path of the model and what a switched-off replay would have forced."""
+def differing(
+    stored: dict[str, Any], today: dict[str, Any], skip: Sequence[str] = ("model", "router_replay"), prefix: str = ""
+) -> list[str]:
+    """Settings that both know and that differ; `skip` are groups that do not count, such as the path of the model, and what a
+    switched-off replay would have forced."""
     found = []
     for name, value in stored.items():
-        if name not in today or (not prefix and name in ("model", "router_replay")):
+        if name not in today or name in skip:
             continue
-        if isinstance(value, dict) and isinstance(today[name], dict):
-            found += differing(value, today[name], f"{prefix}{name}.")
-        elif value != today[name]:
-            found.append(f"{prefix}{name} was {value!r}, is {today[name]!r}")
+        other = today[name]
+        if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+            value, other = ({str(i): one for i, one in enumerate(part)} for part in (value, other))
+        if isinstance(value, dict) and isinstance(other, dict):
+            found += differing(value, other, (), f"{prefix}{name}.")
+        elif value != other:
+            found.append(f"{prefix}{name} was {value!r}, is {other!r}")
     return found
 
 

@@ -59,11 +59,17 @@ QUANTITIES: dict[str, tuple[str, bool]] = {
 
 
 def values_of(study: Study) -> pd.DataFrame:
-    """policy, seed and the QUANTITIES of every run; `reward` is the mean over the last quarter of its steps."""
+    """policy, seed and the QUANTITIES of every run; `reward` is the mean over the last quarter of the steps that the study asks for.
+
+    A step that a run no longer took, since it diverged, counts as reward 0: leaving it out would favour what diverges early.
+    """
     key = ["policy", "seed"]
-    last = study.steps[study.steps["step"] >= 0.75 * (study.steps["step"].max() + 1)]
-    reward = last.groupby(key, sort=False)["reward/mean"].mean().rename("reward").reset_index()
-    return study.runs.merge(reward, on=key)[[*key, *QUANTITIES]]
+    steps = int(study.steps["step"].max()) + 1
+    last = study.steps[study.steps["step"] >= 0.75 * steps]
+    asked = steps - int(np.ceil(0.75 * steps))
+    reward = (last.groupby(key, sort=False)["reward/mean"].sum() / asked).rename("reward").reset_index()
+    table = study.runs.merge(reward, on=key, how="left")[[*key, *QUANTITIES]]
+    return table.assign(reward=table["reward"].fillna(0.0))
 
 
 def comparison(study: Study, baseline: str = "none") -> pd.DataFrame:
@@ -75,7 +81,10 @@ def comparison(study: Study, baseline: str = "none") -> pd.DataFrame:
     """
     table, parts = values_of(study), []
     for quantity, (_, log) in QUANTITIES.items():
-        found = against(table, quantity, baseline, log=log)
+        try:
+            found = against(table, quantity, baseline, log=log)
+        except ValueError as error:
+            raise ConfigError(f"study {study.name}: {quantity}: {error}") from None
         base = float(table.loc[table["policy"] == baseline, quantity].mean())
         parts.append(found.assign(quantity=quantity, baseline_mean=base, log=log))
     return pd.concat(parts, ignore_index=True)
@@ -87,7 +96,7 @@ def comparison_table(study: Study, baseline: str = "none") -> pd.DataFrame:
     ↑ and ↓ mark what is higher or lower at 5 % after Holm's correction over the policies; nothing means that no difference was shown.
     """
     found, table = comparison(study, baseline), values_of(study)
-    sign = {"higher": " ↑", "lower": " ↓", "does not differ": ""}
+    sign = {"higher": " ↑", "lower": " ↓", "does not differ": "", "cannot be told": " ?"}
     forms = {"reward": ".3f", "evaluation_last": ".3f", "k3_rollout_old": ".2e", "extreme_fraction_tau2": ".1e", "ratio_max": ".1f",
              "grad_norm": ".2f"}  # fmt: skip
     rows = []
@@ -136,24 +145,32 @@ def decide(value: dict[str, float | int | None], bound: float, side: str) -> str
     return "holds" if low >= bound else "does not hold" if high < bound else "cannot be told"
 
 
-def _ratio(study: Study, column: str, floor: float = 0.0) -> dict[str, float | int | None]:
-    """Geometric mean over seeds of column(R3 run) / column(none run), with an interval; `floor` is added to both where zeros occur."""
-    wide = study.runs.pivot(index="seed", columns="policy", values=column)[["none", "R3"]].dropna() + floor
+def _ratio(study: Study, column: str) -> dict[str, float | int | None]:
+    """Geometric mean over seeds of column(R3 run) / column(none run), with an interval."""
+    wide = study.runs.pivot(index="seed", columns="policy", values=column)[["none", "R3"]]
     if (wide <= 0).any().any():
         return {"difference": None, "low": None, "high": None}
     found = paired_t(np.log(wide["R3"]).tolist(), np.log(wide["none"]).tolist())
     return {k: None if found[k] is None else float(np.exp(found[k])) for k in ("difference", "low", "high")}  # type: ignore[arg-type]
 
 
-def _paired_ratio(study: Study, column: str) -> dict[str, float | int | None]:
-    """R3 over none on the very same tokens, of the runs without replay: one ratio of token-weighted means a seed, geometric mean over seeds."""
+FEWEST = 10
+
+
+def _paired_ratio(study: Study, column: str, half: float = 0.0) -> dict[str, float | int | None]:
+    """R3 over none on the very same tokens, of the runs without replay: one ratio of token-weighted means a seed, geometric mean over seeds.
+
+    `half` is added to both sums of a seed, so that a count of 0 has a ratio too (half a token, for shares of tokens); below FEWEST counted
+    tokens a seed it would decide by itself, and nothing is said.
+    """
     steps = study.steps[study.steps["policy"] == "none"]
     tokens = steps["mismatch/rollout_old/tokens"]
     sums = pd.DataFrame(
         {"seed": steps["seed"], **{a: steps[f"paired/{a}/rollout_old/{column}"] * tokens for a in ("none", "R3")}}
     )
-    by_seed = sums.groupby("seed").sum()
-    if (by_seed <= 0).any().any():
+    counts = sums.groupby("seed").sum()
+    by_seed = counts + half
+    if (by_seed <= 0).any().any() or (half and counts["none"].mean() < FEWEST):
         return {"difference": None, "low": None, "high": None}
     found = paired_t(np.log(by_seed["R3"]).tolist(), np.log(by_seed["none"]).tolist())
     return {k: None if found[k] is None else float(np.exp(found[k])) for k in ("difference", "low", "high")}  # type: ignore[arg-type]
@@ -176,7 +193,7 @@ def claims(remedies: Study, staleness: Study, rates: Study) -> list[Claim]:
     add("R3 halves k3 on the same tokens", "2510.11370", k3, "ratio R3/none at most 0.5", decide(k3, 0.5, "below"))
     runs = _ratio(remedies, "k3_rollout_old")
     add("R3 halves k3 of a run", "2510.11370", runs, "ratio R3/none at most 0.5", decide(runs, 0.5, "below"))
-    extreme = _paired_ratio(remedies, "extreme_fraction_tau2")
+    extreme = _paired_ratio(remedies, "extreme_fraction_tau2", half=0.5)
     add(
         "F(2) falls tenfold on the same tokens",
         "2510.11370",
@@ -209,7 +226,9 @@ def _slope_in_updates(study: Study) -> dict[str, float | int | None]:
     for updates in sorted(study.runs["updates_per_batch"].unique()):
         values = values_of(study.only(updates_per_batch=updates)).pivot(index="seed", columns="policy", values="reward")
         rows.append((values["R3"] - values["none"]).rename(np.log2(updates)))
-    wide = pd.concat(rows, axis=1).dropna()
+    wide = pd.concat(rows, axis=1)
+    if wide.isna().any().any():
+        raise ConfigError(f"study {study.name}: expected none and R3 at every seed and number of updates")
     x = wide.columns.to_numpy(float)
     centred = x - x.mean()
     slopes = (wide.to_numpy() @ centred) / (centred**2).sum()

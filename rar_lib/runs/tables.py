@@ -6,17 +6,18 @@ what is missing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from scipy.stats import binomtest
 
 from rar_lib.errors import ConfigError
 from rar_lib.metrics.agreement import agreement, churn_matrix, flip_clustering, margin_auc, poisson_binomial
 from rar_lib.metrics.load import load, route_counts
+from rar_lib.runs.store import differing
 from rar_lib.traces.trace import RouteTrace
 
 if TYPE_CHECKING:
@@ -41,6 +42,23 @@ def traces(run: RunResult, step: int | None = None) -> tuple[int, RouteTrace, Ro
         RouteTrace.load(folder / f"step-{step:06d}-{side}.safetensors") for side in ("rollout", "native")
     )
     return step, rollout, native
+
+
+def require_distinct(runs: Sequence[RunResult]) -> None:
+    """Refuse runs that a figure would draw as one: the same label and seed.
+
+    Raises:
+        ConfigError: names both and what they differ in.
+    """
+    seen: dict[tuple[str, int], RunResult] = {}
+    for run in runs:
+        other = seen.setdefault((run.label, run.summary["seed"]), run)
+        if other.path != run.path:
+            theirs, mine = (json.loads((r.path / "config.json").read_text())["config"] for r in (other, run))
+            told = "; ".join(differing(theirs, mine)) or "nothing that a label says"
+            raise ConfigError(
+                f"{other.path.name} and {run.path.name} would both be drawn as {run.label!r}, seed {run.summary['seed']}: {told}. Draw them apart"
+            )
 
 
 def reward_table(runs: Sequence[RunResult]) -> pd.DataFrame:
@@ -68,12 +86,13 @@ def held_out_table(runs: Sequence[RunResult]) -> pd.DataFrame:
 
 def kl_table(runs: Sequence[RunResult]) -> pd.DataFrame:
     """policy, seed, value: k3 (rollout/old) of each run, the mean over its tokens; where it is 0, as re-scored samples have it, left out."""
+    require_distinct(runs)
     rows = [{"policy": r.label, "seed": r.summary["seed"], "value": r.summary["k3_rollout_old"]} for r in runs]
     return pd.DataFrame([row for row in rows if row["value"]], columns=["policy", "seed", "value"])
 
 
 def token_table(runs: Sequence[RunResult]) -> pd.DataFrame:
-    """policy, seed, step, sequence, logp_rollout, logp_train, flipped: single tokens of the kept steps, scored under none and R3.
+    """policy, seed, step, prompt, logp_rollout, logp_train, flipped: single tokens of the kept steps, scored under none and R3.
 
     The two arms of a run see the same tokens, so they are two panels of one batch; several runs are pooled.
     """
@@ -82,33 +101,42 @@ def token_table(runs: Sequence[RunResult]) -> pd.DataFrame:
         tokens = run.tokens()
         for arm in ("none", "R3"):
             if f"logp_{arm}" in tokens:
-                part = tokens[["step", "sequence", "logp_rollout"]].assign(
-                    policy=arm, seed=run.summary["seed"], logp_train=tokens[f"logp_{arm}"], flipped=tokens["layers_flipped"] > 0, run=run.label
+                part = tokens[["step", "prompt", "logp_rollout"]].assign(
+                    policy=arm, seed=run.summary["seed"], logp_train=tokens[f"logp_{arm}"], flipped=tokens["layers_flipped"] > 0
                 )  # fmt: skip
                 parts.append(part)
     if not parts:
-        raise ConfigError("no single tokens were kept; these runs had diagnostics.enabled=false")
+        raise ConfigError(
+            "no single tokens were kept in these runs (diagnostics.enabled=false, or none but runs without a mismatch)"
+        )
     return pd.concat(parts, ignore_index=True)
 
 
 def extreme_table(tokens: pd.DataFrame, *, seed: int = 0, resamples: int = 500) -> pd.DataFrame:
-    """policy, tau, fraction, low, high: F(τ) of the token_table, with a 95 % bootstrap over answers."""
+    """policy, tau, fraction, low, high: F(τ) of the token_table, with a 95 % bootstrap over prompts.
+
+    A prompt of one seed and step is one cluster, whatever the run: its answers are alike, and runs of one seed begin with the same tokens.
+    """
     rows = []
     for policy, part in tokens.groupby("policy", sort=False):
         gap = (part["logp_train"] - part["logp_rollout"]).abs().to_numpy()
-        answer = part.groupby(["run", "seed", "step", "sequence"], sort=False).ngroup().to_numpy()
-        sizes = np.bincount(answer)
+        cluster = part.groupby(["seed", "step", "prompt"], sort=False).ngroup().to_numpy()
+        sizes = np.bincount(cluster)
         weights = np.random.default_rng(seed).multinomial(len(sizes), np.full(len(sizes), 1 / len(sizes)), resamples)
         for tau in np.unique(np.r_[TAUS, 2.0]):
             beyond = gap > np.log(tau)
-            draws = (weights @ np.bincount(answer, beyond, len(sizes))) / (weights @ sizes)
+            draws = (weights @ np.bincount(cluster, beyond, len(sizes))) / (weights @ sizes)
             low, high = np.percentile(draws, [2.5, 97.5])
             rows.append({"policy": policy, "tau": tau, "fraction": beyond.mean(), "low": low, "high": high})
     return pd.DataFrame(rows)
 
 
-def margin_table(run: RunResult, step: int | None = None, *, groups: int = 12) -> tuple[pd.DataFrame, float | None]:
+def margin_table(
+    run: RunResult, step: int | None = None, *, groups: int = 12, seed: int = 0, resamples: int = 500
+) -> tuple[pd.DataFrame, float | None]:
     """margin, flips, low, high, cells: share of flips in groups of equal size by the trainer's native margin; and the AUC.
+
+    The interval is a 95 % bootstrap over prompts.
 
     Raises:
         ConfigError: if the traces carry no margins.
@@ -119,14 +147,31 @@ def margin_table(run: RunResult, step: int | None = None, *, groups: int = 12) -
     compared = agreement(rollout, native)
     use = compared.known & np.isfinite(native.margins)
     margins, flipped = native.margins[use], compared.flipped[use]
+    prompt = np.broadcast_to(np.repeat(prompts_of(rollout), rollout.lengths)[:, None], use.shape)[use]
+    count = int(prompt.max(initial=-1)) + 1
+    weights = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / max(count, 1)), resamples)
     rows = []
     for members in np.array_split(np.argsort(margins, kind="stable"), groups):
         if len(members):
-            count = int(flipped[members].sum())
-            interval = binomtest(count, len(members)).proportion_ci(method="wilson")
-            rows.append({"margin": float(np.median(margins[members])), "flips": count / len(members), "low": interval.low,
-                         "high": interval.high, "cells": len(members)})  # fmt: skip
+            flips, cells = (np.bincount(prompt[members], w, count) for w in (flipped[members], None))
+            drawn = weights @ cells
+            low, high = np.percentile((weights @ flips)[drawn > 0] / drawn[drawn > 0], [2.5, 97.5])
+            rows.append({"margin": float(np.median(margins[members])), "flips": float(flips.sum() / cells.sum()), "low": low,
+                         "high": high, "cells": len(members)})  # fmt: skip
     return pd.DataFrame(rows), margin_auc(native.margins, compared.flipped, use)
+
+
+def prompts_of(rollout: RouteTrace) -> np.ndarray:
+    """`[S]` int64: which prompt each answer of a rollout trace answers, by its tokens up to the first that was sampled."""
+    if rollout.token_ids is None or rollout.logprobs is None:
+        return np.arange(rollout.num_sequences)
+    seen: dict[tuple[int, ...], int] = {}
+    out = np.zeros(rollout.num_sequences, np.int64)
+    for i, (a, b) in enumerate(zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True)):
+        sampled = np.flatnonzero(np.isfinite(rollout.logprobs[a:b]))
+        end = int(sampled[0]) if len(sampled) else int(b - a)
+        out[i] = seen.setdefault(tuple(rollout.token_ids[a : a + end].tolist()), len(seen))
+    return out
 
 
 def load_pair(run: RunResult) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
@@ -212,6 +257,7 @@ def probe_traces(run: RunResult) -> tuple[RouteTrace, RouteTrace]:
 
 
 def _column(runs: Sequence[RunResult], column: str) -> pd.DataFrame:
+    require_distinct(runs)
     parts = [
         pd.DataFrame(
             {"policy": r.label, "seed": r.summary["seed"], "step": r.metrics["step"], "value": r.metrics[column]}
@@ -219,4 +265,8 @@ def _column(runs: Sequence[RunResult], column: str) -> pd.DataFrame:
         for r in runs
         if column in r.metrics
     ]
+    if not parts:
+        raise ConfigError(
+            f"no step of these runs has {column}; they diverged at their first step, or it was not measured"
+        )
     return pd.concat(parts, ignore_index=True).dropna(subset=["value"])

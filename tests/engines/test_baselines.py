@@ -17,11 +17,15 @@ from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.megatron_trainer import MegatronTrainer
 from rar_lib.errors import ReplayError
 from rar_lib.metrics.mismatch import k3
-from rar_lib.replay.contexts import replaying
+from rar_lib.replay.contexts import recording, replaying
+from rar_lib.replay.control import require_gates, wrong_gates
 from rar_lib.replay.plan import full_plan
 from tests.conftest import SPECIAL, Sampled, hf_config, sample
+from tests.replay.families import FAMILIES
+from tests.replay.families import build as build_family
 
 ENGINES = {"hf": HFTrainer, "megatron": MegatronTrainer}
+WEIGH_OTHERWISE = {"glm4_moe", "deepseek_v3", "minimax_m2", "ernie4_5_moe"}  # a bias ranks, unbiased scores weigh
 
 
 def build(engine: str, checkpoint: Path, *overrides: str) -> Any:
@@ -167,3 +171,20 @@ def test_the_objective_sees_the_scores_of_its_own_forward(
     assert len(calls) == 4
     plain = build(engine, checkpoint, *settings).update(sampled.batch, pull, temperature=1.0, replay=replay)
     assert (shown.loss, shown.grad_norm) == (plain.loss, plain.grad_norm)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_gates_that_do_not_reach_the_experts_are_refused(family: str) -> None:
+    """Some routers take the ids of their pick and weigh by something else."""
+    model = build_family(FAMILIES[family])
+    tokens = torch.arange(24).reshape(2, 12) % 50
+    with torch.no_grad(), recording(model, scores=True) as record:
+        native = model(input_ids=tokens).logits
+    trace = record.trace()
+    with torch.no_grad(), replaying(model, wrong_gates(trace), gates="recorded"):
+        moved = model(input_ids=tokens).logits
+    if family in WEIGH_OTHERWISE:
+        with pytest.raises(ReplayError, match="has no effect there"):
+            require_gates(native.numpy(), moved.numpy(), trace.header)
+    else:
+        require_gates(native.numpy(), moved.numpy(), trace.header)

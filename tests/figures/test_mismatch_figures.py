@@ -171,7 +171,7 @@ def test_flips_against_the_margin() -> None:
     line = axes.containers[0].lines[0]
     assert line.get_xdata().tolist() == [1e-3, 1e-1]
     assert line.get_ydata().tolist() == [0.2, 0.0]
-    assert "AUC 0.900, 95 % Wilson" in texts(axes)
+    assert "AUC 0.900, 95 %, clustered by prompt" in texts(axes)
     assert "20.00% of the cells flip at a margin of 0.001" in alt_text(figure)
 
 
@@ -354,3 +354,19 @@ def test_a_saved_figure_carries_its_alternative_text(tmp_path: Path) -> None:
     bare, _ = new_figure()
     with pytest.raises(ValueError, match="bare: expected a figure with alternative text"):
         save_figure(bare, tmp_path / "bare", REWARDS)
+
+
+def test_a_line_ends_where_a_seed_diverged() -> None:
+    """Three seeds, one of which has no value from step 2 on: the mean of the others would say nothing of it."""
+    rows = [
+        {"policy": "none", "seed": s, "step": t, "value": float(t)} for s in range(3) for t in range(4) if s or t < 2
+    ]
+    (axes,) = reward_by_step(pd.DataFrame(rows)).axes
+    cross, line = axes.lines
+    assert line.get_xdata().tolist() == [0, 1]
+    assert (cross.get_xdata()[0], cross.get_marker()) == (1, "x")
+
+
+def test_no_extreme_token_is_no_crash() -> None:
+    table = pd.DataFrame({"policy": "none", "tau": [1.5, 2.0], "fraction": 0.0, "low": 0.0, "high": 0.0})
+    assert extreme_curve(table).axes[0].lines[0].get_xdata().size == 0

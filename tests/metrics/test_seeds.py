@@ -21,7 +21,7 @@ def test_paired_t_by_hand() -> None:
 
 def test_pairs_that_say_nothing() -> None:
     assert paired_t([1], [0]) == {"n": 1, "difference": 1.0, "low": None, "high": None, "p": None}
-    assert paired_t([1, 1], [1, 1])["p"] == 1.0
+    assert paired_t([1, 1], [1, 1]) == {"n": 2, "difference": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
     assert paired_t([2, 2], [1, 1])["p"] is None
     with pytest.raises(ValueError, match="as many finite values"):
         paired_t([1, 2], [1])
@@ -64,3 +64,15 @@ def test_unpaired_runs_are_refused() -> None:
         against(table(none=[1, 2], other=[1]), "x", "none")
     with pytest.raises(ValueError, match="once"):
         against(pd.concat([table(none=[1]), table(none=[1])]), "x", "none")
+
+
+def test_equal_differences_have_no_spread_to_judge_by() -> None:
+    """Whatever rounding makes of them."""
+    for base in ([1.0, 2.0, 3.0], [0.1, 0.2, 0.3]):
+        found = paired_t([b + 0.1 for b in base], base)
+        assert (found["low"], found["high"], found["p"]) == (None, None, None)
+    moved = against(table(none=[1, 2, 3], up=[2, 3, 4], noisy=[1, 2.5, 2.8]), "x", "none").set_index("policy")
+    assert moved.loc["up", "verdict"] == "cannot be told"
+    assert moved.loc["noisy", "verdict"] == "does not differ"
+    with pytest.raises(ValueError, match="expected policies beside 'none'"):
+        against(table(none=[1, 2]), "x", "none")

@@ -75,6 +75,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo tis": {"clip_low": 0.2, "clip_high": 0.3, "corrections": "tis"},
     "grpo icepop": {"clip_low": 0.2, "clip_high": 0.3, "corrections": "icepop"},
     "gspo": {"objective": "gspo", "clip_low": 0.05, "clip_high": 0.06},
+    "gspo tis": {"objective": "gspo", "clip_low": 0.05, "clip_high": 0.06, "corrections": "tis"},
+    "gspo icepop": {"objective": "gspo", "clip_low": 0.05, "clip_high": 0.06, "corrections": "icepop"},
     "gspo seq_mis": {"objective": "gspo", "clip_low": 0.05, "clip_high": 0.06, "corrections": "seq_mis"},
     "gmpo": {"objective": "gmpo", "clip_low": 0.1, "clip_high": 0.15},
 }

@@ -68,6 +68,8 @@ out["losses"] = {
     "grpo tis": loss("vanilla", "token-mean", 0.2, 0.3, tis),
     "grpo icepop": loss("vanilla", "token-mean", 0.2, 0.3, icepop),
     "gspo": loss("gspo", "seq-mean-token-mean", 0.05, 0.06),
+    "gspo tis": loss("gspo", "seq-mean-token-mean", 0.05, 0.06, tis),
+    "gspo icepop": loss("gspo", "seq-mean-token-mean", 0.05, 0.06, icepop),
     "gspo seq_mis": loss("gspo", "seq-mean-token-mean", 0.05, 0.06, seq_mis),
     "gmpo": loss("geo_mean", "token-mean", 0.1, 0.15),
 }

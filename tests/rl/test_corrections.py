@@ -86,3 +86,11 @@ def test_router_shift_of_an_unrouted_input_is_1() -> None:
     ids = torch.tensor([-1, 0]).reshape(1, 2, 1, 1)
     gamma = router_shift_weights(old, new, ids, torch.tensor([[False, True]]))
     assert gamma.tolist() == [[1.0, 1.0]]
+
+
+def test_router_shift_outside_a_routers_groups_is_no_shift() -> None:
+    """An expert that both passes exclude has probability 0 on both sides: it did not move."""
+    old, new = torch.tensor([0.0, 1.0]).expand(1, 2, 1, 2), torch.tensor([0.0, 0.5]).expand(1, 2, 1, 2)
+    ids, known = torch.tensor([0, 1]).expand(1, 2, 1, 2), torch.ones(1, 2, dtype=torch.bool)
+    assert router_shift_weights(old, old, ids, known).tolist() == [[1, 1]]
+    assert router_shift_weights(old, new, ids, known, 0.1)[0].tolist() == pytest.approx([1, math.sqrt(0.5)])

@@ -149,3 +149,13 @@ def test_clips_follow_the_objective_unless_given() -> None:
     assert (AlgorithmConfig(objective="gspo").clip_low, AlgorithmConfig(objective="gspo").clip_high) == (3e-4, 4e-4)
     assert AlgorithmConfig(objective="gmpo", clip_low=0.1).clip_low == 0.1
     assert AlgorithmConfig(objective="gmpo", clip_low=0.1).clip_high == 0.4
+
+
+def test_the_order_of_corrections_means_nothing() -> None:
+    assert AlgorithmConfig(corrections="tis+opsm") == AlgorithmConfig(corrections="opsm+tis")
+
+
+def test_clipped_tokens_are_counted_among_those_that_stay() -> None:
+    everything = [{"name": "geo_rs", "low": 0.999, "high": 1.001}]
+    _, sums = total(lesson(corrections=everything), OLD + torch.where(MASK, 1.0, 0.0))
+    assert (sums["kept"], sums["clipped"]) == (0, 0)

@@ -115,3 +115,15 @@ def test_nothing_outside_the_mask_reaches_a_loss_or_a_gradient(name: str) -> Non
     terms.sum().backward()
     assert new.grad is not None
     assert torch.isfinite(new.grad).all()
+
+
+@pytest.mark.parametrize("loss", [gspo_loss, gmpo_loss])
+def test_a_token_that_is_dropped_has_no_gradient(loss) -> None:
+    """Sequence ratios share their value over the tokens, but each token's gradient is its own."""
+    new = logs(1.1, 1.2, 0.9)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    terms, _ = loss(new, torch.zeros(1, 3), torch.tensor([1.0]), mask, 0.5, 0.5)
+    (terms * torch.tensor([[1.0, 0.0, 2.0]])).sum().backward()
+    s = (1.1 * 1.2 * 0.9) ** (1 / 3)
+    assert new.grad is not None
+    assert new.grad.tolist()[0] == pytest.approx([-s, 0, -2 * s])

@@ -14,7 +14,7 @@ import pytest
 from rar_lib.config import JobConfig
 from rar_lib.errors import RunError
 from rar_lib.runs.compare import paired_ratio
-from rar_lib.runs.store import RunStore, run_id, write_json
+from rar_lib.runs.store import RunStore, differing, run_id, write_json
 
 CONFIG, DIGESTS = JobConfig(), {"checkpoint": "c", "task": "t"}
 
@@ -125,3 +125,19 @@ def test_the_interval_widens_when_samples_of_a_prompt_are_alike() -> None:
     assert width[0] > 2 * width[1]
     # the textbook interval of a mean of 50: ± 1.96 * sd / sqrt(50)
     assert width[0] == pytest.approx(2 * 1.96 * ratio[::8].std() / np.sqrt(50), rel=0.15)
+
+
+def test_a_changed_default_is_noticed_and_a_new_setting_is_not(tmp_path: Path) -> None:
+    """config.json holds every value; the name of the folder only those that are not the defaults."""
+    stored = JobConfig.build(
+        {"algorithm": {"corrections": "tis"}, "router_replay": {"policy": "fisher", "budget": "0.5"}}
+    ).resolved()
+    today = json.loads(json.dumps(stored))
+    today["algorithm"]["corrections"][0]["later"] = 1  # a setting that came later
+    today["algorithm"]["newer"] = 2
+    assert differing(stored, today, ("model",)) == []
+    today["router_replay"]["score"]["shrinkage"] = 8.0
+    assert differing(stored, today, ("model",)) == ["router_replay.score.shrinkage was 32.0, is 8.0"]
+    assert differing(stored, today) == []  # with replay switched off it would not matter
+    today["algorithm"]["corrections"][0]["cap"] = 3.0
+    assert "algorithm.corrections.0.cap was 2.0, is 3.0" in differing(stored, today)

@@ -28,6 +28,9 @@ def router_shift_weights(
     """
     ids = torch.where(known[..., None, None], ids_old, 0)
     old, new = (r.detach().double().gather(-1, ids) for r in (r_old, r_new))
-    shift = (new.log() - old.log()).abs().mean((-1, -2))
+    moved = torch.where(
+        old == new, 0.0, (new.log() - old.log()).abs()
+    )  # also where both are 0, outside a router's groups
+    shift = moved.mean((-1, -2))
     gamma = torch.where(known, (-shift).exp().clamp_min(floor), 1.0).float()
     return torch.cat([torch.ones_like(gamma[:, :1]), gamma[:, :-1]], 1)

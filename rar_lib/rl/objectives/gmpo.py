@@ -3,8 +3,8 @@
     -A exp(mean over tokens of s min(s log(γ r), s clip(log(γ r), -low, high))),  s the sign of A
 
 The clip acts on each token, in the log, and the mean makes one ratio a sequence: a single extreme token moves it by 1/length only.
-The paper clips at ±0.4. Sequences are averaged with equal weight, as in GSPO. RSPO is this objective with γ
-(corrections/rspo.py, 2510.23027).
+The paper clips at ±0.4. Sequences are averaged with equal weight, and a token's gradient flows through its own log-prob only, as in
+GSPO. RSPO is this objective with γ (corrections/rspo.py, 2510.23027).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def gmpo_loss(
     sign = torch.where(a < 0, -1.0, 1.0)
     bounded = moved.clamp(-clip_low, clip_high)
     kept = sign * torch.minimum(sign * moved, sign * bounded)
-    terms = torch.where(mask, -a * sequence_mean(kept, mask).exp(), 0)
+    ratio = sequence_mean(kept, mask).exp().detach() * (kept - kept.detach()).exp()
+    terms = torch.where(mask, -a * ratio, 0)
     clipped = mask & (sign * bounded < sign * moved) & (a != 0)
     return terms, {"clipped": float(clipped.sum())}

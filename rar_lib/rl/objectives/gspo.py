@@ -3,8 +3,9 @@
     -min(s A, clip(s, 1 - low, 1 + high) A),  s = exp(mean over tokens of (new - anchor))
 
 Every token of a sequence carries the sequence's loss, and sequences are averaged with equal weight (sequence mean), so the
-gradient of a token is A s / length. The paper clips at 3e-4 below and 4e-4 above. RSPO's γ multiplies the tokens' ratios, so
-its geometric mean multiplies s.
+gradient of a token is A s / length. It flows through that token's own log-prob only (the paper's GSPO-token), so that what weighs or
+drops a token weighs or drops its gradient. The paper clips at 3e-4 below and 4e-4 above. RSPO's γ multiplies the tokens'
+ratios, so its geometric mean multiplies s.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def gspo_loss(
     moved = log_ratio(logp_new, logp_anchor, mask)
     if router_weight is not None:
         moved = moved + torch.where(mask, router_weight, 1.0).log()
-    ratio = sequence_mean(moved, mask).exp()
+    ratio = (
+        sequence_mean(moved, mask).exp().detach() * (moved - moved.detach()).exp()
+    )  # the value of s, the token's gradient
     a = advantages[:, None]
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     terms = torch.where(mask, -torch.minimum(ratio * a, bounded * a), 0)
