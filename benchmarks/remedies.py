@@ -88,7 +88,7 @@ def points(study: str) -> Iterator[tuple[str, dict[str, Any], int]]:
                     yield label, {**SMALL, **ARMS[label], "updates_per_batch": updates}, seed
     elif study == "rates":
         for seed in range(3):
-            for lr in (3e-4, 1e-3, 2e-3, 4e-3):
+            for lr in (3e-4, 5e-4, 7e-4, 1e-3):
                 for label in ("none", "R3"):
                     yield label, {**SMALL, **ARMS[label], "lr": lr}, seed
     else:

@@ -42,7 +42,7 @@ def kl_by_policy(
     names = policies(table)
     means, drawn = list[float](), list[float]()
     with house_style():
-        figure, axes = new_figure(width, 0.9 + 0.24 * len(names))
+        figure, axes = new_figure(width, 1.05 + 0.24 * len(names))
         for place, name in enumerate(names):
             values = table.loc[table["policy"] == name, "value"].to_numpy(float)
             logs = np.log(values)
@@ -64,7 +64,8 @@ def kl_by_policy(
                 axes.axvline(level, color=OKABE_ITO["grey"], linewidth=1, linestyle=style, label=f"{text} {level:.0e}")
         room = max(1.3, (10 * min(drawn) / max(drawn)) ** 0.5)  # a decade at least: few ticks, and differences to scale
         axes.set_xlim(min(drawn) / room, max(drawn) * room)
-        axes.set(xscale="log", xlabel="k3 rollout/old (nats a token)", yticks=range(len(names)), yticklabels=names)
+        label = "k3 rollout/old (nats a token)" + (f"\nfar below: {', '.join(far)}" if far else "")
+        axes.set(xscale="log", xlabel=label, yticks=range(len(names)), yticklabels=names)
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=8))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0e}".replace("e-0", "e-"))
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -72,8 +73,6 @@ def kl_by_policy(
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, loc="best")
         seeds = table.groupby("policy")["seed"].nunique().min()
-        if far:
-            corner_note(axes, f"{' and '.join(far)}, far below", "left")
         corner_note(axes, "n=1 seed" if seeds == 1 else f"n={seeds} seeds, 95 % t", "right")
     text = f"k3 between rollout and trainer by policy: {listed(names, means, '.2e')}."
     if noise_floor is not None:
