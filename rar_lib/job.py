@@ -224,7 +224,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         row: measure.Row = {
             "step": step,
             **measure.sample_row(rewards, batch, sample, flat_groups),
-            **measure.mismatch_row(mu, old.logprobs, updates, mask),
+            **measure.mismatch_row(mu, old.logprobs, updates, mask, advantages),
             "replay/coverage": sample.trace.coverage()["recorded"],
             **records[-1].columns(),
             **measure.update_row(updates, int(mask.sum())),

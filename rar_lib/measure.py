@@ -28,7 +28,7 @@ from rar_lib.config import JobConfig
 from rar_lib.engines.base import NOTHING_FORCED, LogprobResult, Replay, RolloutResult, TokenBatch, UpdateResult
 from rar_lib.metrics.agreement import agreement, flip_clustering, margin_auc
 from rar_lib.metrics.load import load_table
-from rar_lib.metrics.mismatch import factorisation, k3_terms, mismatch
+from rar_lib.metrics.mismatch import bad_update_fraction, factorisation, k3_terms, mismatch, sequence_log_ratios
 from rar_lib.metrics.replay import binding_share, drift, forced_routers, target_shift
 from rar_lib.replay.counts import PassCounts
 from rar_lib.replay.diagnostics import PassDiagnostics, ReplayDiagnostics, ScoreDiagnostics
@@ -38,6 +38,7 @@ from rar_lib.traces.trace import RouteTrace, Status
 
 Row = dict[str, Any]
 TAU = 2.0
+BAD_DELTA = 0.1  # of the probability of a token
 
 
 def rollout_logprobs(batch: TokenBatch, sample: RolloutResult) -> torch.Tensor:
@@ -63,9 +64,16 @@ def sample_row(rewards: torch.Tensor, batch: TokenBatch, sample: RolloutResult, 
 
 
 def mismatch_row(
-    mu: torch.Tensor, old: torch.Tensor, updates: Sequence[tuple[torch.Tensor, UpdateResult]], mask: torch.Tensor
+    mu: torch.Tensor,
+    old: torch.Tensor,
+    updates: Sequence[tuple[torch.Tensor, UpdateResult]],
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
 ) -> Row:
-    """The three pairs of log-prob sources; `new` is each token's log-prob in the update that it took part in."""
+    """The three pairs of log-prob sources; `new` is each token's log-prob in the update that it took part in.
+
+    Beside the token statistics: the extremes of seq_ratio and geo_ratio of the answers (old/rollout), and the share of bad updates.
+    """
     new = torch.zeros_like(old)
     for rows, update in updates:
         new[rows] = update.logprobs
@@ -73,7 +81,23 @@ def mismatch_row(
         **mismatch(old, mu, mask, prefix="mismatch/rollout_old/", tau=TAU),
         **mismatch(new, old, mask, prefix="mismatch/old_new/", tau=TAU),
         **mismatch(new, mu, mask, prefix="mismatch/rollout_new/", tau=TAU),
+        **_of_sequences(old, mu, mask),
+        f"mismatch/rollout_new/bad_update_delta{BAD_DELTA:g}": bad_update_fraction(
+            new, mu, advantages[:, None].expand(new.shape), mask, BAD_DELTA
+        ),
         **_factorised(mu, old, new, mask),
+    }
+
+
+def _of_sequences(old: torch.Tensor, mu: torch.Tensor, mask: torch.Tensor) -> Row:
+    """Largest exp(ΣΔ), smallest and largest exp(mean Δ) of an answer; None without answers."""
+    total, mean = sequence_log_ratios(old, mu, mask)
+    some = np.isfinite(mean)
+    extremes = (total[some].max(), mean[some].min(), mean[some].max()) if some.any() else (None, None, None)
+    names = ("seq_ratio_max", "geo_ratio_min", "geo_ratio_max")
+    return {
+        f"mismatch/rollout_old/{name}": None if v is None else float(np.exp(v))
+        for name, v in zip(names, extremes, strict=True)
     }
 
 

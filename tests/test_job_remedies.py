@@ -69,6 +69,9 @@ def test_every_remedy_trains_and_resumes_bit_for_bit(
     assert (table["factorisation/error_max"] < 1e-6).all()
     parts = table["factorisation/old_rollout"] + table["factorisation/new_old"]
     assert np.allclose(table["factorisation/new_rollout"], parts, atol=1e-9)
+    old = table[[f"mismatch/rollout_old/{n}" for n in ("geo_ratio_min", "geo_ratio_max", "seq_ratio_max")]]
+    assert ((old.iloc[:, 0] < 1) & (old.iloc[:, 1] > 1) & (old.iloc[:, 2] >= old.iloc[:, 1])).all()
+    assert table["mismatch/rollout_new/bad_update_delta0.1"].between(0, 0.5).all()
     if "tis" in name or name == "icepop":
         assert np.allclose(table["update/weight_mean"], 1, atol=0.1)
     if "rspo" in name:

@@ -174,8 +174,8 @@ ALIASES: tuple[Alias, ...] = (
         "rollout_corr/rollout_is_mean",
         None,
         "other",
-        _IS + "Mean of the truncated weights. No column; without truncation, mean w = 1 + k3 - k1 of "
-        "mismatch/rollout_old (rollout_is=token).",
+        _IS + "Mean of the truncated weights: update/weight_mean of a run with correction tis and their threshold "
+        "(rollout_is=token). Of other runs no column; without truncation, mean w = 1 + k3 - k1 of mismatch/rollout_old.",
     ),
     Alias(
         "verl",
