@@ -9,6 +9,7 @@ estimate says nothing about swapping, other jobs on the machine, or answers that
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,15 +46,22 @@ class Estimate:
         memory: part, bytes, how.
         disk: bytes of the run folder.
         seconds: part, a_step, in_all (seconds); empty if nothing was measured.
+        peak: bytes that this process held at most while measuring, libraries and the caches of their kernels included; None if nothing
+            was measured. For small models it is what counts.
     """
 
     memory: pd.DataFrame
     disk: int
     seconds: pd.DataFrame
+    peak: int | None = None
 
     def __str__(self) -> str:
         lines = [f"{row['part']:28} {_size(row['bytes']):>10}  {row['how']}" for row in self.memory.to_dict("records")]
         lines.append(f"{'memory beside libraries':28} {_size(int(self.memory['bytes'].sum())):>10}")
+        if self.peak is not None:
+            lines.append(
+                f"{'peak while measuring':28} {_size(self.peak):>10}  this process, libraries and caches of kernels included"
+            )
         lines.append(f"{'disk':28} {_size(self.disk):>10}  the run folder")
         for row in self.seconds.to_dict("records"):
             lines.append(f"{row['part']:28} {row['in_all']:>8.0f} s  {row['a_step']:.2f} s a step")
@@ -65,7 +73,7 @@ class Estimate:
 
 
 def estimate(
-    config: JobConfig, session: EngineSession | None = None, *, measure: bool = True, prompts: int = 8
+    config: JobConfig, session: EngineSession | None = None, *, measure: bool = True, prompts: int = 16
 ) -> Estimate:
     """Memory and disk from sizes; with `measure` also activations and time from a share of one batch.
 
@@ -124,7 +132,8 @@ def estimate(
     kept = saved * cells * (2 * route + 4 + scores) + (probes * (route + 4 * header.num_experts) if saved else 0)
     disk = parameters * 12 * KEEP_CHECKPOINTS + int(kept) + config.steps * 8192
     seconds = pd.DataFrame(measured.get("seconds", []), columns=["part", "a_step", "in_all"])
-    return Estimate(pd.DataFrame(rows, columns=["part", "bytes", "how"]), disk, seconds)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if measure else None
+    return Estimate(pd.DataFrame(rows, columns=["part", "bytes", "how"]), disk, seconds, peak)
 
 
 def _measure(config: JobConfig, session: EngineSession, wanted: int) -> dict[str, Any]:
