@@ -257,6 +257,7 @@ def pair() -> tuple[RouteTrace, RouteTrace]:
     """Two answers of 3 and 2 tokens, two layers, top-2 of 4; the first answer differs at its second token in layer 1."""
     a = np.array([[[0, 1], [2, 3]], [[0, 1], [2, 3]], [[0, 0], [0, 0]], [[1, 0], [2, 3]], [[0, 0], [0, 0]]])
     b = a.copy()
+    b[0, 0] = [1, 0]  # the same set in another order
     b[1, 1] = [1, 2]
     status = np.array([0, 0, 1, 0, 1], np.uint8)
     status = np.where(status == 1, Status.LAST, Status.RECORDED).astype(np.uint8)

@@ -26,6 +26,7 @@ def test_collapse_by_hand(rewards: list[float], step: int | None) -> None:
 def test_window_and_share_are_settings() -> None:
     assert collapsed_at([1.0, 0.6, 0.6], window=1, share=0.5) is None
     assert collapsed_at([1.0, 0.6, 0.6], window=1, share=0.7) == 1
+    assert collapsed_at([1.0, 0.5, 0.5], window=1) == 1  # half of the best is collapsed
 
 
 def test_what_has_no_share_is_refused() -> None:

@@ -159,3 +159,10 @@ def test_clipped_tokens_are_counted_among_those_that_stay() -> None:
     everything = [{"name": "geo_rs", "low": 0.999, "high": 1.001}]
     _, sums = total(lesson(corrections=everything), OLD + torch.where(MASK, 1.0, 0.0))
     assert (sums["kept"], sums["clipped"]) == (0, 0)
+
+
+def test_what_one_correction_rejects_no_other_brings_back() -> None:
+    """Geo-RS rejects the first answer, OPSM would keep it."""
+    both = ["opsm", {"name": "geo_rs", "low": 0.8, "high": 1.2}]
+    loss, sums = total(lesson(corrections=both), OLD)
+    assert (loss, sums["kept"]) == (pytest.approx(3 / 3), 3.0)

@@ -127,3 +127,11 @@ def test_a_token_that_is_dropped_has_no_gradient(loss) -> None:
     s = (1.1 * 1.2 * 0.9) ** (1 / 3)
     assert new.grad is not None
     assert new.grad.tolist()[0] == pytest.approx([-s, 0, -2 * s])
+
+
+def test_an_advantage_of_0_clips_nothing() -> None:
+    for loss, _ in OBJECTIVES.values():
+        _, sums = loss(
+            logs(9.0, 0.1), torch.zeros(1, 2), torch.tensor([0.0]), torch.ones(1, 2, dtype=torch.bool), 0.2, 0.2
+        )
+        assert sums["clipped"] == 0

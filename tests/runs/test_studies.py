@@ -28,7 +28,7 @@ def study(
                     noise = 0.0 if policy in more.get("quiet", ()) else spread
                     k3 = 1e-3 * factor * np.exp(0.5 * shared + noise * rng.normal())
                     gain = 0.01 * np.log2(n) if policy == "R3" else 0.0
-                    broken = more.get("broken", lambda p, r: False)(policy, lr)
+                    broken = more.get("broken", lambda p, r, s: False)(policy, lr, seed)
                     runs.append(
                         {"policy": policy, "seed": seed, "lr": lr, "updates_per_batch": n, "steps": 4, "evaluation_first": 0.4,
                          "evaluation_last": 0.5 + 0.1 * shared, "k3_rollout_old": k3, "extreme_fraction_tau2": k3, "ratio_max": 2.0 + k3,
@@ -94,7 +94,10 @@ def test_claims_by_their_rules() -> None:
         {"none": 1, "R2": 1, "R3": 0.4}, seeds=4, updates=(1, 2, 4, 8), spread=0.001, quiet=("none", "R2")
     )
     rates = study(
-        {"none": 1, "R3": 0.4}, seeds=3, lrs=(1e-3, 2e-3), broken=lambda policy, lr: policy == "none" and lr > 1e-3
+        {"none": 1, "R3": 0.4},
+        seeds=3,
+        lrs=(1e-3, 2e-3),
+        broken=lambda policy, lr, seed: policy == "none" and lr > 1e-3,
     )
     found = claims(remedies, on_policy, rates)
     verdicts = {c.text.partition(" (")[0]: c.verdict for c in found}
@@ -122,6 +125,13 @@ def test_claims_that_fail() -> None:
     verdicts = [c.verdict for c in claims(remedies, moved, calm)]
     assert verdicts[4] == "does not hold"  # R2 moved something at one update
     assert verdicts[6] == "cannot be told"  # nothing broke at any rate
+    some = study(
+        {"none": 1, "R3": 0.4}, seeds=3, lrs=(1e-3, 2e-3, 3e-3),
+        broken=lambda policy, lr, seed: lr > 2e-3 or (policy == "none" and lr > 1e-3 and seed == 0),
+    )  # fmt: skip
+    assert (
+        claims(remedies, moved, some)[6].verdict == "does not hold"
+    )  # one broken seed of three is no collapse of none
 
 
 def test_a_study_is_read_and_drawn(tmp_path: Path) -> None:
