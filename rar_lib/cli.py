@@ -45,17 +45,20 @@ def figures(
     sources: Annotated[
         tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(help="run folders, studies and frontiers, in any number")
     ],
-    out: Annotated[Path, tyro.conf.arg(help="folder to write PNG, SVG and CSV to")] = Path("figures"),
+    out: Annotated[
+        Path | None, tyro.conf.arg(help="folder to write PNG, SVG and CSV to, by default data/runs/figures")
+    ] = None,
     width: Annotated[
         float | None, tyro.conf.arg(help="inches: 3.5 a column, 7 a page; by default what suits each figure")
     ] = None,
 ) -> None:
     """Draw the figures of runs again from their folders; no engine is started. Prints a line a figure, drawn or not and why."""
     from rar_lib.runs.figure_set import draw_all
+    from rar_lib.runs.store import RUNS_DIR
 
     if not sources:
         raise ConfigError("figures: expected at least one run folder, study or frontier")
-    files, reasons = draw_all(sources, out, width)
+    files, reasons = draw_all(sources, out or RUNS_DIR / "figures", width)
     for path in files:
         print(path)
     for name, reason in reasons.items():

@@ -524,8 +524,8 @@ def _explain(error: ValidationError) -> str:
             lines.append(f"{name}: no such field; allowed here: {', '.join(_fields_at(fault['loc'][:-1]))}")
         else:
             message = fault["msg"].removeprefix("Value error, ")
-            found = fault["input"] if not isinstance(fault["input"], dict) else "the group"
-            lines.append(f"{name}: {message}; found {found!r}")
+            told = "found" in message or isinstance(fault["input"], (dict, list, tuple))
+            lines.append(f"{name}: {message}" + ("" if told else f"; found {fault['input']!r}"))
     return "\n".join(lines)
 
 
