@@ -203,7 +203,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
             logger.warning("%s diverged at %s", store.path.name, facts["diverged"])
             if diagnose:  # the last batch that was sampled, for whoever wants to know why
                 _save_traces(store, step, batch, sample, scored["none"], probe)
-                store.write_tokens(step, measure.token_table(step, batch, sample, mu, scored))
+                store.write_tokens(step, measure.token_table(step, batch, sample, mu, old.logprobs, scored))
             break
         clock.tick("updates")
 
@@ -235,7 +235,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
             paired += measure.paired_by_prompt(step, mu, scored, batch, sample)
             if _due(config, step, config.diagnostics.save_traces_every):
                 _save_traces(store, step, batch, sample, scored["none"], probe)
-                store.write_tokens(step, measure.token_table(step, batch, sample, mu, scored))
+                store.write_tokens(step, measure.token_table(step, batch, sample, mu, old.logprobs, scored))
         last = step + 1 == config.steps
         if config.evaluation.every and not last and (step + 1) % config.evaluation.every == 0:
             judged = evaluate(config, rollout, prompts, *((trainer, planner) if diagnose else ()))

@@ -185,12 +185,17 @@ def load_row(sample: RolloutResult) -> Row:
 
 
 def token_table(
-    step: int, batch: TokenBatch, sample: RolloutResult, mu: torch.Tensor, scored: Mapping[str, LogprobResult]
+    step: int,
+    batch: TokenBatch,
+    sample: RolloutResult,
+    mu: torch.Tensor,
+    old: torch.Tensor,
+    scored: Mapping[str, LogprobResult],
 ) -> pd.DataFrame:
     """A row a response token: what the figures of single tokens are drawn from.
 
     Returns:
-        step, prompt (its number in the batch), sequence, position, token, logp_rollout, logp_{arm} for every arm that was scored (nats), layers_flipped and
+        step, prompt (its number in the batch), sequence, position, token, logp_rollout, logp_old (the run's own old pass), logp_{arm} for every arm that was scored (nats), layers_flipped and
         smallest_margin of the router calls that it was computed from, those at the token before it.
     """
     native = scored["none"].trace
@@ -202,7 +207,7 @@ def token_table(
     before = place[row, column] - 1  # a response has a prompt, so the token before it is of the same sequence
     table = {
         "step": step, "prompt": batch.groups.numpy()[row], "sequence": row, "position": column, "token": batch.tokens[response].numpy(),
-        "logp_rollout": mu[response].numpy(),
+        "logp_rollout": mu[response].numpy(), "logp_old": old[response].numpy(),
         **{f"logp_{arm}": result.logprobs[response].numpy() for arm, result in scored.items()},
         "layers_flipped": flips[before],
     }  # fmt: skip

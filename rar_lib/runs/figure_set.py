@@ -130,7 +130,7 @@ def _of_runs(runs: list[RunResult], size: dict[str, Any]) -> dict[str, Callable[
         return figure, table.assign(noise_floor=floor, zero_mismatch=reference)
 
     def scatter() -> Drawn:
-        table = tables.token_table([one])
+        table = tables.token_table(others or [one])
         return logprob_scatter(table, **size), table
 
     def extremes() -> Drawn:

@@ -92,17 +92,27 @@ def kl_table(runs: Sequence[RunResult]) -> pd.DataFrame:
 
 
 def token_table(runs: Sequence[RunResult]) -> pd.DataFrame:
-    """policy, seed, step, prompt, logp_rollout, logp_train, flipped: single tokens of the kept steps, scored under none and R3.
+    """policy, seed, step, prompt, logp_rollout, logp_train, flipped: single tokens of the kept steps.
 
-    The two arms of a run see the same tokens, so they are two panels of one batch; several runs are pooled.
+    Of one run its tokens scored under none and under R3, and under its own policy if that is another; of several runs each under its
+    own policy, in its old pass.
+
+    Raises:
+        ConfigError: if no run kept tokens, or two runs are of one name and seed.
     """
+    require_distinct(runs)
     parts = []
     for run in runs:
         tokens = run.tokens()
-        for arm in ("none", "R3"):
-            if f"logp_{arm}" in tokens:
+        sides = {run.label: "old"}
+        if len(runs) == 1:
+            arms = {arm: arm for arm in ("none", "R3") if f"logp_{arm}" in tokens}
+            same = any((tokens["logp_old"] == tokens[f"logp_{arm}"]).all() for arm in arms)
+            sides = arms | ({} if same else sides)
+        for policy, side in sides.items():
+            if len(tokens):
                 part = tokens[["step", "prompt", "logp_rollout"]].assign(
-                    policy=arm, seed=run.summary["seed"], logp_train=tokens[f"logp_{arm}"], flipped=tokens["layers_flipped"] > 0
+                    policy=policy, seed=run.summary["seed"], logp_train=tokens[f"logp_{side}"], flipped=tokens["layers_flipped"] > 0
                 )  # fmt: skip
                 parts.append(part)
     if not parts:

@@ -322,3 +322,20 @@ def test_extreme_intervals_are_of_prompts_and_not_of_runs(runs: dict[str, RunRes
         row = table[(table["policy"] == "none") & (table["tau"] == table["tau"].min())]
         width.append(float((row["high"] - row["low"]).iloc[0]))
     assert width[1] == pytest.approx(width[0], rel=0.05)
+
+
+def test_one_run_is_paired_and_several_are_each_their_own(runs: dict[str, RunResult], tmp_path: Path) -> None:
+    partial = run_job(
+        small("R3", "router_replay.policy=uniform", "router_replay.budget=0.5", "steps=1"),
+        runs_dir=tmp_path,
+        show="none",
+    )
+    assert tables.token_table([runs["none"]])["policy"].unique().tolist() == ["none", "R3"]
+    assert tables.token_table([partial])["policy"].unique().tolist() == ["none", "R3", "uniform 0.5"]
+    several = tables.token_table([runs["none"], runs["R3"], partial])
+    assert several["policy"].unique().tolist() == ["none", "R3", "uniform 0.5"]
+    own = several[several["policy"] == "uniform 0.5"]
+    k3_own = partial.metrics["mismatch/rollout_old/k3"].iloc[0]
+    assert np.mean(
+        np.expm1(own["logp_train"] - own["logp_rollout"]) - (own["logp_train"] - own["logp_rollout"])
+    ) == pytest.approx(k3_own)
