@@ -105,6 +105,10 @@ def token_table(runs: Sequence[RunResult]) -> pd.DataFrame:
     for run in runs:
         tokens = run.tokens()
         sides = {run.label: "old"}
+        if len(tokens) and not {"prompt", "logp_old"} <= set(tokens):
+            raise ConfigError(
+                f"{run.path.name}: its tokens were written by an earlier version of the library: run it again"
+            )
         if len(runs) == 1:
             arms = {arm: arm for arm in ("none", "R3") if f"logp_{arm}" in tokens}
             same = any((tokens["logp_old"] == tokens[f"logp_{arm}"]).all() for arm in arms)
