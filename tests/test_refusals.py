@@ -55,7 +55,7 @@ def trainer(checkpoint: Path) -> HFTrainer:
 def test_unknown_config_key() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"router_replay\.budgets: no such field; allowed here: enabled, mode, policy, unit, budget, score, ratio, seed",
+        match=r"router_replay\.budgets: no such field; allowed here: enabled, mode, policy, unit, budget, score, ratio, gates, seed",
     ):
         JobConfig.build({"router_replay": {"budgets": 0.5}})
 
