@@ -87,6 +87,7 @@ def estimate(
         ConfigError, EngineError: as the run would.
     """
     config = resolve_engines(config, lambda _: None)
+    Planner(config.router_replay)  # what does not go together is refused before anything is started
     path = resolve_checkpoint(config.model.path)
     model, header = load_model_config(path), router_header(path)
     parameters = 0

@@ -47,13 +47,13 @@ def expert_flow(
             axes.text(0.5, 0.5, "no route changed", ha="center", va="center")
         axes.text(0.0, 1.04, before, ha="center", fontsize=8)
         axes.text(1.0, 1.04, after, ha="center", fontsize=8)
-        corner_note(axes, f"{total:.2g} routes a cell moved", "right")
+        corner_note(axes, f"{total:.2g} routes a cell changed; others not drawn", "right")
     largest = table.sort_values("share", ascending=False).head(3)
     described_flow = "; ".join(
         f"{s} to {t} {v:.2e}" for s, t, v in largest[["source", "target", "share"]].to_numpy(object)
     )
     return described(
-        figure, f"Expert flow from {before} to {after}: {total:.2g} routes a cell moved. Largest: {described_flow}."
+        figure, f"Expert flow from {before} to {after}: {total:.2g} routes a cell changed. Largest: {described_flow}."
     )
 
 

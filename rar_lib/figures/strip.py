@@ -22,11 +22,15 @@ COLOURS = {
 }
 
 
+LEGEND = {"differs": "differs (number: margin)", "missing": "no route recorded"}
+
+
 def route_strip(table: pd.DataFrame, *, width: float = PAGE_WIDTH, first: int = 0, tokens: int = 24) -> Figure:
     """A column a token, a row a MoE layer: white where both sides chose the same experts, red where they differ, blue where the
     difference was replayed away, grey where a side has no record; below, the move of each token's log-prob.
 
-    A token's log-prob is computed from the routes of the token before it, one column to the left.
+    A token's log-prob is computed from the routes of the token before it, one column to the left; the last token is never fed, so it
+    has no route. A dotted line divides prompt and answer.
 
     Args:
         table: position, text, layer, state (same, differs, replayed, missing), margin (of the trainer's choice, or NaN), delta (nats,
@@ -60,6 +64,10 @@ def route_strip(table: pd.DataFrame, *, width: float = PAGE_WIDTH, first: int = 
         token = shown.drop_duplicates("position").set_index("position")
         delta = token["delta"].reindex(positions).to_numpy(float)
         bottom.bar(range(len(positions)), np.nan_to_num(delta), color=OKABE_ITO["black"], width=0.6)
+        scored = np.flatnonzero(np.isfinite(delta))
+        if len(scored) and scored[0]:  # the prompt ends here
+            for panel in axes:
+                panel.axvline(scored[0] - 0.5, color=OKABE_ITO["black"], linewidth=0.8, linestyle=":")
         bottom.axhline(0, color=OKABE_ITO["grey"], linewidth=0.8)
         texts = [_visible(t) for t in token["text"].reindex(positions)]
         bottom.set(ylabel="Δ log-prob\n(nats)", xticks=range(len(positions)), xticklabels=texts)
@@ -77,7 +85,9 @@ def route_strip(table: pd.DataFrame, *, width: float = PAGE_WIDTH, first: int = 
 
 def _legend(figure: Figure, states: set[str]) -> None:
     handles: list[Any] = [
-        Rectangle((0, 0), 1, 1, facecolor=COLOURS[s], edgecolor="#BBBBBB", label=s) for s in COLOURS if s in states
+        Rectangle((0, 0), 1, 1, facecolor=COLOURS[s], edgecolor="#BBBBBB", label=LEGEND.get(s, s))
+        for s in COLOURS
+        if s in states
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
 

@@ -107,16 +107,24 @@ def draw_all(paths: Sequence[Path], out: Path, width: float | None = None) -> tu
 
 
 def _of_runs(runs: list[RunResult], size: dict[str, Any]) -> dict[str, Callable[[], Drawn]]:
-    """Several runs share the first figures; those of one batch are of the last run given that kept its traces."""
+    """Several runs share the first figures; those of one batch are of the last run given that kept its traces, and say so."""
     exact = [run for run in runs if run.summary["computes_alike"]]
     others = [run for run in runs if not run.summary["computes_alike"]]
     one = next((run for run in reversed(others) if list((run.path / "traces").glob("step-*"))), runs[-1])
 
+    shown = others or runs
+
+    def named(figure: Figure) -> Figure:
+        """Says which of several runs a figure is of."""
+        if len(shown) > 1:
+            figure.suptitle(f"{one.label}, seed {one.summary['seed']}", fontsize=8)
+        return figure
+
     def rewards() -> Drawn:
-        table = tables.reward_table(runs)
-        if all(run.summary.get("evaluation_last") is None for run in runs):
+        table = tables.reward_table(shown)
+        if all(run.summary.get("evaluation_last") is None for run in shown):
             return reward_by_step(table, **size), table.assign(on="sampled batch")
-        held = tables.held_out_table(runs)
+        held = tables.held_out_table(shown)
         both = pd.concat([table.assign(on="sampled batch"), held.assign(on="held out")], ignore_index=True)
         return reward_by_step(table, held, **size), both
 
@@ -145,36 +153,36 @@ def _of_runs(runs: list[RunResult], size: dict[str, Any]) -> dict[str, Callable[
 
     def margins() -> Drawn:
         table, auc = tables.margin_table(one)
-        return flips_by_margin(table, auc=auc, **size), table
+        return named(flips_by_margin(table, auc=auc, **size)), table
 
     def loads() -> Drawn:
         before, after, layers = tables.load_pair(one)
-        return load_shift_map(before, after, layers, **size), tables.load_pair_table(before, after, layers)
+        return named(load_shift_map(before, after, layers, **size)), tables.load_pair_table(before, after, layers)
 
     def drift() -> Drawn:
         layers, gamma = tables.drift_tables(one)
         wide = layers.pivot(index="step", columns="layer", values="value").add_prefix("drift_layer_").reset_index()
-        return routing_drift(layers, gamma, **size), wide.merge(gamma, on="step")
+        return named(routing_drift(layers, gamma, **size)), wide.merge(gamma, on="step")
 
     def depth() -> Drawn:
         table, dispersion = tables.depth_table(one)
-        return layers_per_token(table, dispersion=dispersion, **size), table
+        return named(layers_per_token(table, dispersion=dispersion, **size)), table
 
     def flow() -> Drawn:
         _, rollout, native = tables.traces(one)
         layer, table = tables.flow_table(rollout, native)
         figure = expert_flow(table, before=f"rollout, layer {layer}", after="trainer", **size)
-        return figure, table
+        return named(figure), table
 
     def drifted() -> Drawn:
         layer, table = tables.drift_flow(one)
         figure = expert_flow(table, before=f"start, layer {layer}", after="end", **size)
-        return figure, table
+        return named(figure), table
 
     def strip() -> Drawn:
         _, rollout, native = tables.traces(one)
         table = strip_table(rollout, native, most_different(rollout, native))
-        return route_strip(table, **size), table
+        return named(route_strip(table, **size)), table
 
     return {
         "rewards": rewards, "kl_by_policy": kl, "logprobs": scatter, "extremes": extremes, "flips_by_layer": flips,

@@ -235,7 +235,7 @@ def test_flow_draws_a_band_an_exchange_with_its_share() -> None:
     heights = sorted(float(b.get_path().vertices[-2, 1] - b.get_path().vertices[0, 1]) for b in bands)
     assert heights[2] == pytest.approx(2 * heights[0])
     assert sum(heights) == pytest.approx(1 - 2 * 0.02)
-    assert {"0", "1", "2", "a", "b", "0.04 routes a cell moved"} <= set(texts(axes))
+    assert {"0", "1", "2", "a", "b", "0.04 routes a cell changed; others not drawn"} <= set(texts(axes))
 
 
 def test_small_flows_are_gathered() -> None:
@@ -291,6 +291,7 @@ def test_a_strip_says_what_differs_and_what_it_did() -> None:
     cells = [p for p in top.patches if isinstance(p, Rectangle)]
     assert [to_hex(c.get_facecolor()).upper() for c in cells] == [COLOURS[s] for s in table["state"]]
     assert [bar.get_height() for bar in bottom.patches] == pytest.approx([0, 0, -2])
+    assert top.lines[0].get_xdata()[0] == bottom.lines[0].get_xdata()[0] == 0.5  # the answer begins at token 1
     assert [t.get_text() for t in bottom.get_xticklabels()] == ["<7>", "<8>", "<9>"]
     assert "1 cells differ. The largest move of a log-prob is -2 nats at token '<9>'." in alt_text(figure)
 

@@ -339,3 +339,28 @@ def test_one_run_is_paired_and_several_are_each_their_own(runs: dict[str, RunRes
     assert np.mean(
         np.expm1(own["logp_train"] - own["logp_rollout"]) - (own["logp_train"] - own["logp_rollout"])
     ) == pytest.approx(k3_own)
+
+
+def test_figures_of_one_of_several_runs_say_which(runs: dict[str, RunResult]) -> None:
+    sources = read_sources([runs["none"].path, runs["R3"].path, runs["exact"].path])
+    several = {name: drawn[0] for name, drawn in figure_set(sources) if not isinstance(drawn, str)}
+    told = {name for name, figure in several.items() if figure.get_suptitle() == "R3, seed 0"}
+    assert told == {
+        "flips_by_margin",
+        "load_shift",
+        "routing_drift",
+        "layers_per_token",
+        "expert_flow",
+        "drift_flow",
+        "route_strip",
+    }
+    assert [line.get_label() for line in several["rewards"].axes[0].lines] == ["none", "R3"]  # the reference is no arm
+    alone = dict(figure_set(read_sources([runs["R3"].path])))["expert_flow"]
+    assert not isinstance(alone, str)
+    assert alone[0].get_suptitle() == ""
+
+
+def test_an_estimate_refuses_what_a_run_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rar_lib.engines.session.EngineSession.open", lambda *_: pytest.fail("an engine was opened"))
+    with pytest.raises(ConfigError, match="budget"):
+        estimate(small("R3", "router_replay.policy=margin", "router_replay.budget=2"))
