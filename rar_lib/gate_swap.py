@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from rar_lib.checkpoint import resolve_checkpoint
@@ -24,7 +23,6 @@ from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import k3
 from rar_lib.runs.result import RunResult
 from rar_lib.runs.tables import traces
-from rar_lib.traces.trace import RouteTrace
 
 
 def gate_swap(run: RunResult, session: EngineSession | None = None, *, sequences: int = 128) -> pd.DataFrame:
@@ -50,9 +48,7 @@ def gate_swap(run: RunResult, session: EngineSession | None = None, *, sequences
         raise RunError(f"run folder {run.path}: no checkpoint was kept, so there is no end to compare the start with")
     _, rollout, _ = traces(run, 0)
     some = rollout.select(range(min(sequences, rollout.num_sequences)))
-    assert some.token_ids is not None
-    assert some.logprobs is not None
-    batch = _batch_of(some)
+    batch = TokenBatch.of_trace(some)
     response = batch.response_mask
     path = resolve_checkpoint(config.model.path)
     start, end = _both_ends(config, path, kept[-1], session)
@@ -91,18 +87,6 @@ def gate_swap_table(table: pd.DataFrame) -> pd.DataFrame:
             "flips from the end": [f"{x:.4f}" for x in table["flip_from_end"]],
         }
     )
-
-
-def _batch_of(rollout: RouteTrace) -> TokenBatch:
-    """The answers of a rollout trace, whose log-probs say where each begins."""
-    assert rollout.token_ids is not None
-    assert rollout.logprobs is not None
-    prompts, answers = [], []
-    for a, b in zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True):
-        sampled = int(np.flatnonzero(np.isfinite(rollout.logprobs[a:b]))[0])
-        prompts.append(rollout.token_ids[a : a + sampled].tolist())
-        answers.append(rollout.token_ids[a + sampled : b].tolist())
-    return TokenBatch.pack(prompts, answers, [str(i) for i in range(len(prompts))], range(len(prompts)), 0)
 
 
 def _flips(a: LogprobResult, b: LogprobResult) -> float | None:

@@ -33,7 +33,7 @@ class Probe:
     """
 
     def __init__(self, trainer: Trainer, start: RouteTrace, temperature: float) -> None:
-        self._batch, self.start, self._temperature = _batch_of(start), start, temperature
+        self._batch, self.start, self._temperature = TokenBatch.of_trace(start), start, temperature
         self._predicts = _predicts_response(start)
         self.latest = self._routes(trainer)
 
@@ -97,11 +97,3 @@ def _predicts_response(trace: RouteTrace) -> np.ndarray:
     following = np.r_[sampled[1:], False]
     following[trace.offsets[1:][trace.lengths > 0] - 1] = False
     return following
-
-
-def _batch_of(trace: RouteTrace) -> TokenBatch:
-    """The tokens of a trace; everything after the first counts as response."""
-    assert trace.token_ids is not None
-    rows = [trace.token_ids[a:b].tolist() for a, b in zip(trace.offsets[:-1], trace.offsets[1:], strict=True)]
-    names = [f"probe/{i}" for i in range(len(rows))]
-    return TokenBatch.pack([row[:1] for row in rows], [row[1:] for row in rows], names, range(len(rows)), 0)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from rar_lib.config import SamplingConfig
+from rar_lib.errors import TraceError
 from rar_lib.replay.counts import PassCounts
 from rar_lib.replay.plan import ReplayPlan, full_plan
 from rar_lib.replay.scores import RouteSignals, SignalRequest
@@ -71,6 +72,23 @@ class TokenBatch:
             torch.tensor(list(groups)),
             shares,
         )
+
+    @classmethod
+    def of_trace(cls, trace: RouteTrace) -> TokenBatch:
+        """The sequences of a trace; its log-probs say where each answer begins, at the first token that has one.
+
+        Raises:
+            TraceError: if the trace carries no token ids or log-probs.
+        """
+        if trace.token_ids is None or trace.logprobs is None:
+            raise TraceError("token batch: expected a trace with token ids and log-probs")
+        prompts, answers = [], []
+        for a, b in zip(trace.offsets[:-1], trace.offsets[1:], strict=True):
+            scored = np.flatnonzero(np.isfinite(trace.logprobs[a:b]))
+            begin = int(a) + int(scored[0]) if len(scored) else int(b)
+            prompts.append(trace.token_ids[a:begin].tolist())
+            answers.append(trace.token_ids[begin:b].tolist())
+        return cls.pack(prompts, answers, [str(i) for i in range(len(prompts))], range(len(prompts)), 0)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from rar_lib.engines.base import TokenBatch
 from rar_lib.errors import ConfigError
 from rar_lib.metrics.agreement import agreement, churn_matrix, flip_clustering, margin_auc, poisson_binomial
 from rar_lib.metrics.load import load, route_counts
@@ -177,15 +178,10 @@ def margin_table(
 
 def prompts_of(rollout: RouteTrace) -> np.ndarray:
     """`[S]` int64: which prompt each answer of a rollout trace answers, by its tokens up to the first that was sampled."""
-    if rollout.token_ids is None or rollout.logprobs is None:
-        return np.arange(rollout.num_sequences)
+    batch = TokenBatch.of_trace(rollout)
     seen: dict[tuple[int, ...], int] = {}
-    out = np.zeros(rollout.num_sequences, np.int64)
-    for i, (a, b) in enumerate(zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True)):
-        sampled = np.flatnonzero(np.isfinite(rollout.logprobs[a:b]))
-        end = int(sampled[0]) if len(sampled) else int(b - a)
-        out[i] = seen.setdefault(tuple(rollout.token_ids[a : a + end].tolist()), len(seen))
-    return out
+    prompts = [tuple(row[:n].tolist()) for row, n in zip(batch.tokens, batch.prompt_lengths.tolist(), strict=True)]
+    return np.array([seen.setdefault(prompt, len(seen)) for prompt in prompts], np.int64)
 
 
 def load_pair(run: RunResult) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
