@@ -18,6 +18,7 @@ from rar_lib.job import run_job
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import extreme_token_fraction, k3
 from rar_lib.planner import Planner
+from rar_lib.probe import _predicts_response
 from rar_lib.prompts import Prompts
 from rar_lib.runs.result import RunResult
 from rar_lib.tasks import Task
@@ -234,3 +235,26 @@ def test_evaluation_plans_with_what_training_knows(tmp_path: Path) -> None:
     assert planner.state() == state
     assert knows["k3_native"] == fresh["k3_native"]
     assert planner.state()["sums"] is not None
+
+
+def test_gamma_is_of_the_inputs_that_a_sampled_token_is_predicted_from(run: RunResult) -> None:
+    start = RouteTrace.load(run.path / "traces" / "probe-start.safetensors")
+    end = RouteTrace.load(run.path / "traces" / "step-000003-probe.safetensors")
+    chosen = _predicts_response(start)
+    assert start.logprobs is not None
+    assert chosen.sum() == np.isfinite(start.logprobs).sum()  # one input a sampled token
+    assert not chosen[start.offsets[1:] - 1].any()  # the last token of a sequence predicts nothing
+    assert np.isfinite(start.logprobs[np.flatnonzero(chosen) + 1]).all()
+    assert end.num_tokens == start.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "alike"),
+    [(("float32", "float32"), True), (("bfloat16", "bfloat16"), False), (("bfloat16", "float32"), False)],
+)
+def test_only_float32_on_both_sides_computes_alike(dtypes: tuple[str, str], alike: bool) -> None:
+    """A bf16 trainer computes in another way than a bf16 rollout."""
+    from rar_lib.summary import summarise
+
+    config = small("none", f"rollout.dtype={dtypes[0]}", f"trainer.dtype={dtypes[1]}", "rollout.precision=native")
+    assert summarise(config, "", pd.DataFrame({"reward/mean": [0.0]}), {})["computes_alike"] is alike
