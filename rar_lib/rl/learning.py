@@ -83,12 +83,12 @@ class Lesson:
                 assert scores is not None
                 r_old, ids, known = (x[rows] for x in routers)
                 gamma = router_shift_weights(r_old, _probabilities(scores), ids, known, chosen["rspo"].floor)
-            terms, sums = loss(logp, anchor[rows], a[rows], here, algorithm.clip_low, algorithm.clip_high, gamma)
             stays = kept[rows]
             if "opsm" in chosen:
                 stays = stays & opsm_keep(logp, mu[rows], a[rows], here, chosen["opsm"].delta)
-            terms = torch.where(stays, terms * scale[rows], 0.0)
-            sums["clipped"] = min(sums["clipped"], float(stays.sum()))
+            # What is dropped is whole answers, so the ratios of those that stay are those under the full mask.
+            terms, sums = loss(logp, anchor[rows], a[rows], stays, algorithm.clip_low, algorithm.clip_high, gamma)
+            terms = terms * scale[rows]
             sums["kept"] = float((stays & (weight[rows] != 0)).sum() if weight is not None else stays.sum())
             if weight is not None:
                 terms = terms * weight[rows]

@@ -166,3 +166,11 @@ def test_what_one_correction_rejects_no_other_brings_back() -> None:
     both = ["opsm", {"name": "geo_rs", "low": 0.8, "high": 1.2}]
     loss, sums = total(lesson(corrections=both), OLD)
     assert (loss, sums["kept"]) == (pytest.approx(3 / 3), 3.0)
+
+
+def test_clips_are_counted_on_what_stays_alone() -> None:
+    """The first answer is rejected and clipped, the second stays and is not."""
+    new = OLD + torch.where(MASK & torch.tensor([[True], [False]]), 1.0, 0.0)
+    rejected = [{"name": "geo_rs", "low": 0.8, "high": 1.2}]
+    assert total(lesson(corrections=rejected), new)[1]["clipped"] == 0
+    assert total(lesson(), new)[1]["clipped"] == 1
