@@ -26,8 +26,9 @@ from rar_lib.checkpoint import DATA_DIR, digest_checkpoint, resolve_checkpoint
 from rar_lib.config import JobConfig
 from rar_lib.engines.session import EngineSession
 from rar_lib.job import run_job
+from rar_lib.runs.files import write_json, write_table
 from rar_lib.runs.result import RunResult
-from rar_lib.runs.store import RUNS_DIR, describe_environment, run_id, write_json, write_table
+from rar_lib.runs.store import RUNS_DIR, describe_environment, run_id
 from rar_lib.tasks import Task
 
 STUDIES = DATA_DIR / "studies"

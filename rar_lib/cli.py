@@ -41,6 +41,53 @@ def run(
     print(result.path)
 
 
+def sweep(
+    grid: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="YAML: base, arms, grid, zip, seeds, notebook")],
+    executor: Annotated[
+        Literal["serial", "pool", "ray"],
+        tyro.conf.arg(help="one by one, processes here, or Ray tasks (RAY_ADDRESS, else embedded)"),
+    ] = "pool",
+    workers: Annotated[int | None, tyro.conf.arg(help="points at a time, by default one a core, or a GPU")] = None,
+    memory: Annotated[
+        float | None, tyro.conf.arg(help="GB that all points may take, by default 90 %% of what is free")
+    ] = None,
+    limit: Annotated[float | None, tyro.conf.arg(help="seconds that a point may take")] = None,
+    retry: Annotated[bool, tyro.conf.arg(help="execute failed points again")] = False,
+    dry_run: Annotated[
+        bool, tyro.conf.arg(help="list the points with the time and memory that they will take")
+    ] = False,
+    measure: Annotated[
+        bool, tyro.conf.arg(help="a dry run measures a share of a batch where no finished point tells the time")
+    ] = True,
+    runs_dir: Annotated[Path | None, tyro.conf.arg(help="folder of all runs, by default data/runs")] = None,
+) -> None:
+    """Execute a notebook at every point of a grid; start it again to continue. Exit status: 0 all done, 1 some failed, 130 interrupted."""
+    from rar_lib.runs.executors import Options, gpus
+    from rar_lib.runs.forecast import forecast
+    from rar_lib.runs.grid import Grid
+    from rar_lib.runs.store import RUNS_DIR
+    from rar_lib.runs.sweep import run_sweep
+
+    read, folder = Grid.from_file(grid), runs_dir or RUNS_DIR
+    for name, value in (("workers", workers), ("memory", memory), ("limit", limit)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name}: expected a number above 0, found {value}")
+    options = Options(workers, None if memory is None else int(memory * 1e9), gpus())
+    if dry_run:
+        print(forecast(read, folder, 1 if executor == "serial" else options.at_a_time, measure=measure))
+        return
+    done = run_sweep(read, runs_dir=folder, executor=executor, options=options, retry=retry, limit=limit)
+    for point in done.points:
+        if point.also:
+            print(f"{point.id} is also {'; '.join(point.also)}")
+    table = done.table(folder)
+    print(table.drop(columns=["label", "seconds"]).to_string(index=False, na_rep=""))
+    print(f"{done.count('done')} done, {done.count('failed')} failed; {len(done.ran)} executed now")
+    print(done.folder)
+    if done.count("failed"):
+        sys.exit(1)
+
+
 def figures(
     sources: Annotated[
         tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(help="run folders, studies and frontiers, in any number")
@@ -190,6 +237,7 @@ def aliases(
 
 COMMANDS: dict[str, Any] = {
     "run": run,
+    "sweep": sweep,
     "figures": figures,
     "demo": demo,
     "base": base,

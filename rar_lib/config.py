@@ -377,7 +377,7 @@ class JobConfig(_Part):
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
+            raise ConfigError(explain(error, cls)) from None
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Iterable[str] = ()) -> JobConfig:
@@ -443,7 +443,7 @@ FLAT_NAMES: dict[str, Any] = {
     "engine": _engine,
     "routes": _to("router_replay.policy"),
     "unit": _to("router_replay.unit"),
-    "budget": _to("router_replay.budget"),
+    "budget": lambda value: {"router_replay.budget": None if value == "" else value},
     "score": _to("router_replay.score"),
     "ratio": _to("router_replay.ratio"),
     "model": _to("model.path"),
@@ -516,12 +516,13 @@ def _adopt_verl_keys(tree: dict[str, Any]) -> None:
         tree["router_replay"] = {**own, "mode": mode, "enabled": own.get("enabled", mode != "disabled")}
 
 
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """One line a fault of a value that a model refused: the field, what is allowed, what was found."""
     lines = []
     for fault in error.errors(include_url=False):
         name = ".".join(str(part) for part in fault["loc"]) or "config"
         if fault["type"] == "extra_forbidden":
-            lines.append(f"{name}: no such field; allowed here: {', '.join(_fields_at(fault['loc'][:-1]))}")
+            lines.append(f"{name}: no such field; allowed here: {', '.join(_fields_at(fault['loc'][:-1], model))}")
         else:
             message = fault["msg"].removeprefix("Value error, ")
             told = "found" in message or isinstance(fault["input"], (dict, list, tuple))
@@ -529,8 +530,7 @@ def _explain(error: ValidationError) -> str:
     return "\n".join(lines)
 
 
-def _fields_at(path: tuple[int | str, ...]) -> list[str]:
-    model: Any = JobConfig
+def _fields_at(path: tuple[int | str, ...], model: Any) -> list[str]:
     for name in path:
         if isinstance(name, int):  # a place in a list; the name of its kind comes next
             continue

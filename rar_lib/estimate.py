@@ -30,6 +30,7 @@ from rar_lib.planner import Planner
 from rar_lib.prompts import Prompts
 from rar_lib.replay.modes import MODES
 from rar_lib.rl.learning import Lesson, needs_routers
+from rar_lib.runs.files import human
 from rar_lib.runs.store import KEEP_CHECKPOINTS
 from rar_lib.seeding import derive_seed
 from rar_lib.tasks import Task
@@ -56,13 +57,13 @@ class Estimate:
     peak: int | None = None
 
     def __str__(self) -> str:
-        lines = [f"{row['part']:28} {_size(row['bytes']):>10}  {row['how']}" for row in self.memory.to_dict("records")]
-        lines.append(f"{'memory beside libraries':28} {_size(int(self.memory['bytes'].sum())):>10}")
+        lines = [f"{row['part']:28} {human(row['bytes']):>10}  {row['how']}" for row in self.memory.to_dict("records")]
+        lines.append(f"{'memory beside libraries':28} {human(int(self.memory['bytes'].sum())):>10}")
         if self.peak is not None:
             lines.append(
-                f"{'peak while measuring':28} {_size(self.peak):>10}  this process, libraries and caches of kernels included"
+                f"{'peak while measuring':28} {human(self.peak):>10}  this process, libraries and caches of kernels included"
             )
-        lines.append(f"{'disk':28} {_size(self.disk):>10}  the run folder")
+        lines.append(f"{'disk':28} {human(self.disk):>10}  the run folder")
         for row in self.seconds.to_dict("records"):
             lines.append(f"{row['part']:28} {row['in_all']:>8.0f} s  {row['a_step']:.2f} s a step")
         if len(self.seconds):
@@ -242,10 +243,3 @@ def _activations(trainer: Trainer, batch: TokenBatch, rows: int, temperature: fl
 
 def _head_size(model: Any) -> int:
     return int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
-
-
-def _size(count: int) -> str:
-    value, units = float(count), ["B", "KB", "MB", "GB", "TB"]
-    while value >= 1000 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

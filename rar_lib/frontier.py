@@ -30,7 +30,8 @@ from rar_lib.progress import Style
 from rar_lib.replay.budget import as_fraction
 from rar_lib.replay.plan import Unit
 from rar_lib.replay.policies import get_policy
-from rar_lib.runs.store import RUNS_DIR, describe_environment, differing, identity, read_table, write_json, write_table
+from rar_lib.runs.files import read_table, write_json, write_table
+from rar_lib.runs.store import RUNS_DIR, describe_environment, differing, identity
 from rar_lib.stages import flip_calibration_table, stages
 from rar_lib.tasks import Task
 

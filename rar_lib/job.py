@@ -54,8 +54,9 @@ from rar_lib.replay.diagnostics import ReplayDiagnostics
 from rar_lib.replay.modes import MODES
 from rar_lib.rl.advantages import group_advantages
 from rar_lib.rl.learning import Lesson, needs_routers
+from rar_lib.runs.files import write_json
 from rar_lib.runs.result import RunResult
-from rar_lib.runs.store import RUNS_DIR, RunStore, write_json
+from rar_lib.runs.store import RUNS_DIR, RunStore
 from rar_lib.seeding import derive_seed
 from rar_lib.summary import summarise
 from rar_lib.tasks import Task

@@ -13,6 +13,30 @@ from rar_lib.metrics.collapse import collapsed_at
 from rar_lib.planner import Planner
 
 
+def settings(config: JobConfig) -> dict[str, Any]:
+    """What a summary repeats of the config, so that a table of runs needs nothing else."""
+    replay, algorithm, rollout = config.router_replay, config.algorithm, config.rollout
+    return {
+        "arm": replay.arm,
+        "policy": replay.policy,
+        "unit": replay.unit,
+        "budget": replay.budget,
+        "score": replay.score.estimator if "score" in Planner(replay).needs else None,
+        "objective": algorithm.objective,
+        "anchor": algorithm.anchor,
+        "corrections": "+".join(one.name for one in algorithm.corrections) or None,
+        "router": "frozen" if algorithm.freeze_router else "learns",
+        "gates": replay.gates,
+        "updates_per_batch": algorithm.updates_per_batch,
+        "precision": rollout.precision,
+        "computes_alike": (rollout.dtype, config.trainer.dtype, rollout.precision, rollout.router_noise)
+        == ("float32", "float32", "native", 0.0),
+        "rollout_engine": rollout.engine,
+        "trainer_engine": config.trainer.engine,
+        "seed": config.seed,
+    }
+
+
 def summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: Row) -> dict[str, Any]:
     """One flat record; what was not measured is None."""
 
@@ -38,34 +62,13 @@ def summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: Row) -> d
     times = [c for c in table if str(c).startswith("time/")]
     return {
         "run": run,
-        "arm": config.router_replay.arm,
-        "policy": config.router_replay.policy,
-        "unit": config.router_replay.unit,
-        "budget": config.router_replay.budget,
-        "score": config.router_replay.score.estimator if "score" in Planner(config.router_replay).needs else None,
+        **settings(config),
         "nominal": mean("replay/nominal"),
         "binding": mean("replay/binding"),
         "target_shift": mean("replay/target_shift", tokens),
         "executed_equals_resolved": smallest(
             "replay/old/executed_equals_resolved", "replay/update/executed_equals_resolved"
         ),
-        "objective": config.algorithm.objective,
-        "anchor": config.algorithm.anchor,
-        "corrections": "+".join(one.name for one in config.algorithm.corrections) or None,
-        "router": "frozen" if config.algorithm.freeze_router else "learns",
-        "gates": config.router_replay.gates,
-        "updates_per_batch": config.algorithm.updates_per_batch,
-        "precision": config.rollout.precision,
-        "computes_alike": (
-            config.rollout.dtype,
-            config.trainer.dtype,
-            config.rollout.precision,
-            config.rollout.router_noise,
-        )
-        == ("float32", "float32", "native", 0.0),
-        "rollout_engine": config.rollout.engine,
-        "trainer_engine": config.trainer.engine,
-        "seed": config.seed,
         "steps": len(table),
         "diverged": None,
         "collapsed_at": collapsed_at(rewards)

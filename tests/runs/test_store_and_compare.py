@@ -14,7 +14,8 @@ import pytest
 from rar_lib.config import JobConfig
 from rar_lib.errors import RunError
 from rar_lib.runs.compare import paired_ratio
-from rar_lib.runs.store import RunStore, differing, run_id, write_json
+from rar_lib.runs.files import write_json
+from rar_lib.runs.store import RunStore, differing, run_id
 
 CONFIG, DIGESTS = JobConfig(), {"checkpoint": "c", "task": "t"}
 

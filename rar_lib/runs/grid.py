@@ -1,0 +1,354 @@
+"""From a grid file to points: every fault at once, before anything is started.
+
+    name: night                      # by default the file's name
+    notebook: 07_policies            # or a path; the default
+    base: {engine: hf, steps: 20}    # parameters of every point
+    arms:                            # named groups of parameters
+      none: {policy: none}
+      margin: {policy: R3, routes: margin, budget: 0.25}
+    grid:                            # every combination
+      updates_per_batch: [1, 4]
+    zip:                             # in step; several groups as a list
+      lr: [1e-4, 3e-4]
+      steps: [20, 10]
+    seeds: [0, 1, 2]
+
+A point is what one execution of the notebook computes, and its id says so: the notebook's code, its resolved parameters, the digests of
+checkpoint and task, and the library version. Two combinations that compute the same (`policy: none` at two budgets) are one point.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator
+
+import rar_lib
+from rar_lib.checkpoint import DATA_DIR, digest_checkpoint, resolve_checkpoint, router_header
+from rar_lib.config import FLAT_NAMES, JobConfig, explain
+from rar_lib.engines.session import available, resolve_engines
+from rar_lib.errors import ConfigError, RarError
+from rar_lib.planner import Planner
+from rar_lib.runs.result import label_of
+from rar_lib.runs.store import identity
+from rar_lib.summary import settings
+from rar_lib.tasks import Task
+
+NOTEBOOKS = DATA_DIR.parent / "notebooks"
+PLACES = ("runs_dir", "out_dir")  # the sweep says where a point writes
+TYPES = {"str": str, "int": int, "float": float, "bool": bool}
+
+
+class Grid(BaseModel):
+    """What a grid file says."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    notebook: str = "07_policies"
+    base: dict[str, Any] = {}
+    arms: dict[str, dict[str, Any]] = {}
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
+    zip: list[dict[str, Annotated[list[Any], Field(min_length=1)]]] = []
+    seeds: Annotated[list[StrictInt], Field(min_length=1)] | None = None
+
+    @field_validator("zip", mode="before")
+    @classmethod
+    def _one_group(cls, value: Any) -> Any:
+        return [value] if isinstance(value, dict) else value
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Grid:
+        """Read YAML; numbers such as 1e-4 are numbers, and `name` is by default that of the file.
+
+        Raises:
+            ConfigError: for a file that is no grid: one line a fault.
+        """
+        path = Path(path)
+        try:
+            values = yaml.load(path.read_text(), Loader=_Loader)
+        except OSError as error:
+            raise ConfigError(f"grid file {path}: {error.strerror}") from None
+        except (ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"grid file {path}: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"grid file {path}: expected a mapping, found {type(values).__name__}")
+        try:
+            found = cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(f"grid file {path}:\n{explain(error, cls)}") from None
+        return found if found.name else found.model_copy(update={"name": path.stem})
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-4 as a text, and the later of two equal keys without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys are all different."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{', '.join(sorted(twice))}: given twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)$"),
+    list("-+.0123456789"),
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One execution of the notebook.
+
+    Attributes:
+        id: name of its folder.
+        notebook: file that is executed.
+        arm: name of the arm, or of what tables call its run.
+        label: what tables call its run; empty for a notebook that takes no settings of a run.
+        axes: what the grid's axes and arms set.
+        parameters: all parameters of the notebook but the places.
+        job: its run, engines resolved; None for a notebook that takes no settings of a run.
+        also: other combinations of the grid that compute the same.
+    """
+
+    id: str
+    notebook: Path
+    arm: str
+    label: str
+    axes: dict[str, Any]
+    parameters: dict[str, Any]
+    job: JobConfig | None
+    also: tuple[str, ...] = field(default=())
+
+
+def points_of(grid: Grid) -> list[Point]:
+    """The points of a grid, in the order of arms, axes and seeds, seeds innermost.
+
+    Raises:
+        ConfigError: one line a fault, all of them: unknown parameters, wrong types, values out of range, parts that do not go together,
+            a model or engine that is not there.
+    """
+    notebook = find_notebook(grid.notebook)
+    known = parameters_of(notebook)
+    faults = [*_faults_of_axes(grid, known)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    defaults = {name: value for name, (_, value) in known.items() if name not in PLACES}
+    found: dict[str, Point] = {}
+    wrong: dict[str, list[str]] = {}
+    build = _Builder(notebook, frozenset(known))
+    for arm, axes in _combinations(grid):
+        named = {**grid.base, **axes}
+        typed = {name: _typed(name, value, known[name][0]) for name, value in named.items()}
+        told = ", ".join(f"{n}={v!r}" for n, v in axes.items()) or "the one point"
+        try:
+            point = build.point(arm, {n: typed[n] for n in axes}, {**defaults, **typed})
+        except (RarError, OSError) as error:
+            for line in str(error).splitlines():
+                wrong.setdefault(line, []).append(told)
+            continue
+        before = found.get(point.id)
+        found[point.id] = point if before is None else replace(before, also=(*before.also, told))
+    if wrong:
+        raise ConfigError("\n".join(f"{line} ({_some(told)})" for line, told in wrong.items()))
+    return list(found.values())
+
+
+# ---------------------------------------------------------------- the notebook
+
+
+def find_notebook(name: str) -> Path:
+    """A notebook given by path, or by the name of one that ships.
+
+    Raises:
+        ConfigError: names those that ship.
+    """
+    for path in (Path(name), NOTEBOOKS / f"{name}.ipynb"):
+        if path.suffix == ".ipynb" and path.is_file():
+            return path.resolve()
+    shipped = ", ".join(sorted(p.stem for p in NOTEBOOKS.glob("*.ipynb")))
+    raise ConfigError(f"notebook: expected a file, or one of {shipped}; found {name!r}")
+
+
+def parameters_of(notebook: Path) -> dict[str, tuple[str, Any]]:
+    """name -> (type, default) of the parameters cell: `name: type = value`, as papermill reads it.
+
+    Raises:
+        ConfigError: if there is no such cell, or a line of it is something else.
+    """
+    cells = [cell for cell in _code(notebook) if "parameters" in cell["metadata"].get("tags", [])]
+    if len(cells) != 1:
+        raise ConfigError(f"notebook {notebook}: expected one cell tagged 'parameters', found {len(cells)}")
+    found = {}
+    for line in "".join(cells[0]["source"]).splitlines():
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = re.fullmatch(r"(\w+): (str|int|float|bool) = (.+)", line)
+        try:
+            if match is None:
+                raise ValueError
+            found[match[1]] = (match[2], ast.literal_eval(match[3]))
+        except (ValueError, SyntaxError):
+            raise ConfigError(
+                f"notebook {notebook}: parameters: expected `name: type = value` with str, int, float or bool, found {line}"
+            ) from None
+    return found
+
+
+def _code(notebook: Path) -> list[dict[str, Any]]:
+    try:
+        cells = json.loads(notebook.read_text())["cells"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"notebook {notebook}: cannot be read: {error}") from None
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def _digest_code(notebook: Path) -> str:
+    """Of the code but for the parameters, whose values count by themselves. Texts and outputs do not count."""
+    code = ["".join(c["source"]) for c in _code(notebook) if "parameters" not in c["metadata"].get("tags", [])]
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- axes
+
+
+def _faults_of_axes(grid: Grid, known: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
+    """Names and types, wherever they stand."""
+    parts: list[tuple[str, str, Any]] = [("base", name, value) for name, value in grid.base.items()]
+    parts += [(f"arms.{arm}", name, value) for arm, values in grid.arms.items() for name, value in values.items()]
+    parts += [("grid", name, value) for name, values in grid.grid.items() for value in values]
+    for i, group in enumerate(grid.zip):
+        lengths = {name: len(values) for name, values in group.items()}
+        if len(set(lengths.values())) > 1:
+            told = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+            yield f"zip.{i}: expected lists of one length; {told}"
+        parts += [(f"zip.{i}", name, value) for name, values in group.items() for value in values]
+    parts += [("seeds", "seed", value) for value in grid.seeds or ()]
+    allowed = [name for name in known if name not in PLACES]
+    unknown: set[tuple[str, str]] = set()
+    for where, name, value in parts:
+        if name in PLACES:
+            yield f"{where}.{name}: the sweep says where its points write"
+        elif name not in known:
+            if (where, name) not in unknown:
+                near = difflib.get_close_matches(name, allowed, 1)
+                hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(allowed)}"
+                yield f"{where}.{name}: the notebook has no such parameter; {hint}"
+            unknown.add((where, name))
+        else:
+            try:
+                _typed(name, value, known[name][0])
+            except ConfigError as error:
+                yield f"{where}.{error}"
+    places: dict[str, str] = {"seed": "seeds"} if grid.seeds is not None else {}
+    in_arms = {name for values in grid.arms.values() for name in values}
+    for where, names in [("arms", in_arms), ("grid", grid.grid), *((f"zip.{i}", g) for i, g in enumerate(grid.zip))]:
+        for name in names:
+            if name in places:
+                yield f"{where}.{name}: also set by {places[name]}; one of them must go"
+            places.setdefault(name, where)
+
+
+def _typed(name: str, value: Any, kind: str) -> Any:
+    """A value of the annotated type. A whole number is a float where one is asked for, and a number a text (a budget)."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind == "float" and number:
+        return float(value)
+    if kind == "str" and number:
+        return str(value)
+    if type(value) is TYPES[kind]:
+        return value
+    hint = ""
+    if kind == "str" and isinstance(value, bool):
+        hint = "; YAML reads a bare on, off, yes or no so: write it in quotes"
+    elif kind == "str" and value is None:
+        hint = "; an empty text is written ''"
+    raise ConfigError(f"{name}: expected {kind}, found {value!r} ({type(value).__name__}){hint}")
+
+
+def _combinations(grid: Grid) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    axes: list[list[dict[str, Any]]] = [[{name: v} for v in values] for name, values in grid.grid.items()]
+    for group in grid.zip:
+        rows = zip(*group.values(), strict=True)
+        axes.append([dict(zip(group, row, strict=True)) for row in rows])
+    axes.append([{"seed": seed} for seed in grid.seeds] if grid.seeds is not None else [{}])
+    for arm, values in grid.arms.items() if grid.arms else [(None, {})]:
+        for parts in itertools.product(*axes):
+            yield arm, {**values, **{name: value for part in parts for name, value in part.items()}}
+
+
+# ---------------------------------------------------------------- points
+
+
+class _Builder:
+    """Makes points; what is slow to find out is found out once."""
+
+    def __init__(self, notebook: Path, names: frozenset[str]) -> None:
+        self._notebook, self._code, self._flat = notebook, _digest_code(notebook), names & set(FLAT_NAMES)
+        self._seen: dict[str, Any] = {}
+
+    def point(self, arm: str | None, axes: dict[str, Any], parameters: dict[str, Any]) -> Point:
+        """One point.
+
+        Raises:
+            RarError: for what the run would refuse at its start.
+        """
+        own = {name: value for name, value in parameters.items() if name not in self._flat}
+        content: dict[str, Any] = {"notebook": self._code, "own": own, "version": rar_lib.__version__}
+        job, label = None, ""
+        if self._flat:
+            job = resolve_engines(
+                JobConfig.from_flat(**{name: parameters[name] for name in sorted(self._flat)}), lambda _: None
+            )
+            content["job"] = identity(job, self._check(job))
+            label = label_of(settings(job))
+            alike = {("hf", "hf"): "hf", ("vllm", "megatron"): "real"}.get((job.rollout.engine, job.trainer.engine))
+            if parameters.get("engine") == "auto" and alike:  # another machine may have other engines
+                parameters = {**parameters, "engine": alike}
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+        seed = parameters.get("seed")
+        name = re.sub(r"[^A-Za-z0-9.+]+", "-", arm or label or self._notebook.stem).strip("-")
+        folder = f"{name}{'' if seed is None else f'-seed{seed}'}-{digest}"
+        return Point(folder, self._notebook, arm or label or self._notebook.stem, label, axes, parameters, job)
+
+    def _check(self, job: JobConfig) -> dict[str, str]:
+        """What is refused before a run starts is refused here; the digests of its checkpoint and task."""
+        Planner(job.router_replay)
+        missing = [e for e in (job.rollout.engine, job.trainer.engine) if not available(e)]
+        if missing:
+            raise ConfigError(f"engine: {' and '.join(missing)} not installed")
+        checkpoint, task = job.model.path, job.task.model_dump_json()
+        return {
+            "checkpoint": self._once(checkpoint, lambda: _digest_of(checkpoint)),
+            "task": self._once(task, lambda: Task(job.task).digest()),
+        }
+
+    def _once(self, key: str, make: Callable[[], Any]) -> Any:
+        if key not in self._seen:
+            self._seen[key] = make()
+        return self._seen[key]
+
+
+def _digest_of(checkpoint: str) -> str:
+    path = resolve_checkpoint(checkpoint)
+    router_header(path)  # a model without replayable routers is refused
+    return digest_checkpoint(path)
+
+
+def _some(told: list[str]) -> str:
+    return "; ".join(told[:2]) + (f"; and {len(told) - 2} more points" if len(told) > 2 else "")
