@@ -20,15 +20,14 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import pandas as pd
-
 from rar_lib.checkpoint import DATA_DIR, digest_checkpoint, resolve_checkpoint
 from rar_lib.config import JobConfig
 from rar_lib.engines.session import EngineSession
 from rar_lib.job import run_job
-from rar_lib.runs.files import write_json, write_table
+from rar_lib.runs.files import write_json
 from rar_lib.runs.result import RunResult
 from rar_lib.runs.store import RUNS_DIR, describe_environment, run_id
+from rar_lib.runs.studies import Study
 from rar_lib.tasks import Task
 
 STUDIES = DATA_DIR / "studies"
@@ -53,21 +52,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "uniform 0.25": {**QUARTER, "routes": "uniform"},
     "random_route 0.25": {**QUARTER, "routes": "random_route"},
 }
-SUMMARY = (
-    "run", "seed", "steps", "updates_per_batch", "rollout_engine", "trainer_engine", "precision", "reward_first", "reward_last",
-    "evaluation_first", "evaluation_last", "evaluation_last_reward_native", "evaluation_last_reward_replayed",
-    "evaluation_last_k3_native", "evaluation_last_k3_replayed", "k3_rollout_old", "k3_old_new", "extreme_fraction_tau2", "ratio_max",
-    "grad_norm", "grad_norm_max", "router_flip", "target_shift", "nominal", "binding", "collapsed_at", "diverged",
-    "noise_floor_rollout", "noise_floor_trainer",
-)  # fmt: skip
-STEPS = (
-    "step", "reward/mean", "evaluation/reward", "mismatch/rollout_old/k3", "mismatch/rollout_old/extreme_fraction_tau2",
-    "mismatch/rollout_old/ratio_max", "mismatch/rollout_old/tokens", "mismatch/old_new/k3", "mismatch/rollout_new/k3",
-    "paired/none/rollout_old/k3", "paired/R3/rollout_old/k3", "paired/none/rollout_old/extreme_fraction_tau2",
-    "paired/R3/rollout_old/extreme_fraction_tau2", "update/grad_norm", "update/grad_norm_max", "update/clip_fraction",
-    "agreement/rollout_native/router_flip", "agreement/rollout_native/token_any_flip", "agreement/rollout_native/dispersion",
-    "drift/start/router_flip", "drift/step/gamma_mean", "replay/target_shift", "noise_floor/rollout/k3", "noise_floor/trainer/k3",
-)  # fmt: skip
 
 
 def points(study: str) -> Iterator[tuple[str, dict[str, Any], int]]:
@@ -114,7 +98,9 @@ def run(study: str, seeds: list[int]) -> None:
 
 def collect(study: str) -> None:
     """Gather the runs that are complete; says how many are missing."""
-    runs, steps, missing = [], [], 0
+    found: list[RunResult] = []
+    labels: list[str] = []
+    missing = 0
     digests: dict[str, str] = {}
     for label, parameters, seed in points(study):
         config = config_of(parameters, seed)
@@ -127,19 +113,15 @@ def collect(study: str) -> None:
         if not (path / "summary.json").exists():
             missing += 1
             continue
-        result = RunResult.read(path)
-        setting = {"policy": label, "lr": config.algorithm.lr}
-        runs.append(setting | {name: result.summary.get(name) for name in SUMMARY})
-        kept = [name for name in STEPS if name in result.metrics]
-        part = result.metrics[kept].assign(seed=seed, updates_per_batch=config.algorithm.updates_per_batch, **setting)
-        steps.append(part)
-    if not runs:
+        found.append(RunResult.read(path))
+        labels.append(label)
+    if not found:
         raise SystemExit(f"study {study}: none of its {missing} runs is complete in {RUNS_DIR}; `run` makes them")
+    made = Study.of_runs(study, found, labels)
     folder = STUDIES / study
     folder.mkdir(parents=True, exist_ok=True)
-    write_table(folder / "runs.parquet", pd.DataFrame(runs))
-    write_table(folder / "steps.parquet", pd.concat(steps, ignore_index=True))
-    facts = {"study": study, "runs": len(runs), "missing": missing, "environment": describe_environment(0)}
+    made.write(folder)
+    facts = {"study": study, "runs": len(found), "missing": missing, "environment": describe_environment(0)}
     write_json(folder / "facts.json", facts)
     print(json.dumps({name: facts[name] for name in ("study", "runs", "missing")}))
 

@@ -1,5 +1,5 @@
-"""The command line: `rar run | figures | demo | base | doctor | record | aliases`. Results go to standard output, progress and errors to
-standard error."""
+"""The command line: `rar run | sweep | runs | compare | reproduce | export | figures | demo | base | doctor | record | aliases`. Results go
+to standard output, progress and errors to standard error."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import tyro
 
 from rar_lib.errors import ConfigError, RarError
 
+RunsDir = Annotated[Path | None, tyro.conf.arg(help="folder of all runs, by default data/runs")]
+
 
 def run(
     config: Annotated[Path | None, tyro.conf.arg(help="YAML or JSON job config; every field has a default")] = None,
     set: Annotated[
         tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(help="override a field: a.b=value; repeat as needed")
     ] = [],  # noqa: B006 - tyro reads the default, nobody changes it
-    runs_dir: Annotated[Path | None, tyro.conf.arg(help="folder of all runs, by default data/runs")] = None,
+    runs_dir: RunsDir = None,
     estimate: Annotated[
         bool, tyro.conf.arg(help="run nothing; print memory, disk and time that the run would take")
     ] = False,
@@ -59,7 +61,7 @@ def sweep(
     measure: Annotated[
         bool, tyro.conf.arg(help="a dry run measures a share of a batch where no finished point tells the time")
     ] = True,
-    runs_dir: Annotated[Path | None, tyro.conf.arg(help="folder of all runs, by default data/runs")] = None,
+    runs_dir: RunsDir = None,
 ) -> None:
     """Execute a notebook at every point of a grid; start it again to continue. Exit status: 0 all done, 1 some failed, 130 interrupted."""
     from rar_lib.runs.executors import Options, gpus
@@ -85,6 +87,120 @@ def sweep(
     print(f"{done.count('done')} done, {done.count('failed')} failed; {len(done.ran)} executed now")
     print(done.folder)
     if done.count("failed"):
+        sys.exit(1)
+
+
+def runs() -> None:
+    """Run folders: `rar runs list | show | rm`."""
+    raise ConfigError("runs: expected list, show or rm")
+
+
+def list_runs(
+    state: Annotated[
+        Literal["complete", "running", "interrupted", "broken", "foreign"] | None, tyro.conf.arg(help="only these")
+    ] = None,
+    json: Annotated[bool, tyro.conf.arg(help="print JSON")] = False,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Every run: state, steps, last reward and k3, size. Links are not followed, broken folders say why."""
+    from rar_lib.runs import registry
+    from rar_lib.runs.files import human
+    from rar_lib.runs.store import RUNS_DIR
+
+    entries = [e for e in registry.find(runs_dir or RUNS_DIR) if state in (None, e.state)]
+    if json:
+        print(to_json([registry.plain(e) for e in entries]))
+        return
+    if entries:
+        print(registry.run_table(entries).to_string(index=False))
+    print(f"{len(entries)} runs, {human(sum(e.size for e in entries))}")
+
+
+def show_run(
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="folder, name, or the beginning or end of the name")],
+    metrics: Annotated[bool, tyro.conf.arg(help="print the table of steps as CSV, also while the run goes on")] = False,
+    json: Annotated[bool, tyro.conf.arg(help="print JSON")] = False,
+    runs_dir: RunsDir = None,
+) -> None:
+    """One run: what it is, how far it is, what it computed, where and with what."""
+    from rar_lib.runs import registry
+    from rar_lib.runs.store import RUNS_DIR
+
+    entry = registry.inspect(registry.resolve(run, runs_dir or RUNS_DIR))
+    if metrics:
+        print(entry.metrics().to_csv(index=False), end="")
+    elif json:
+        print(to_json(registry.plain(entry) | registry.details(entry)))
+    else:
+        print(registry.describe(entry))
+
+
+def remove_runs(
+    runs: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(help="folders, names, or their beginnings or ends")
+    ],
+    checkpoints: Annotated[bool, tyro.conf.arg(help="only the trainer states of complete runs; results stay")] = False,
+    yes: Annotated[bool, tyro.conf.arg(help="do it; without it, say what would be removed")] = False,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Remove runs. A run that a process holds, a link, and a folder that is no run are refused."""
+    from rar_lib.runs import registry
+    from rar_lib.runs.files import human
+    from rar_lib.runs.store import RUNS_DIR
+
+    if not runs:
+        raise ConfigError("runs rm: expected at least one run")
+    paths = list(dict.fromkeys(registry.resolve(name, runs_dir or RUNS_DIR) for name in runs))
+    freed = registry.remove(paths, checkpoints_only=checkpoints, dry=not yes)
+    for path in paths:
+        print(path)
+    what = "trainer states of these" if checkpoints else "these"
+    print(f"{human(freed)} freed" if yes else f"nothing was removed; --yes removes {what}: {human(freed)}")
+
+
+def compare(
+    sources: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(help="run folders, names of runs, sweeps (folder or name) and studies, in any number"),
+    ],
+    baseline: Annotated[str | None, tyro.conf.arg(help="policy to compare with, by default none")] = None,
+    out: Annotated[
+        Path | None,
+        tyro.conf.arg(help="folder for compare.html, compare.md, CSV and figures, by default data/runs/compared"),
+    ] = None,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Runs aligned by policy and seed: paired differences, best and final, collapse, missing seeds; as text, Markdown and HTML."""
+    from rar_lib.runs.report import as_text, read_comparison, write_comparison
+    from rar_lib.runs.store import RUNS_DIR
+
+    if not sources:
+        raise ConfigError("compare: expected at least one run, sweep or study")
+    folder = runs_dir or RUNS_DIR
+    found = read_comparison(sources, folder, baseline)
+    print(as_text(found))
+    for page in write_comparison(found, out or folder / "compared"):
+        print(page)
+
+
+def reproduce(
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="folder, name, or the beginning or end of the name")],
+    out: Annotated[
+        Path | None,
+        tyro.conf.arg(help="folder to run it in, by default data/runs/reproduced; emptied of this run first"),
+    ] = None,
+    json: Annotated[bool, tyro.conf.arg(help="print JSON")] = False,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Run a complete run again and report every difference. Exit status: 0 none, 1 some."""
+    from rar_lib.reproduce import reproduce as run_again
+    from rar_lib.runs.registry import resolve
+    from rar_lib.runs.store import RUNS_DIR
+
+    folder = runs_dir or RUNS_DIR
+    found = run_again(resolve(run, folder), out or folder / "reproduced", show="log")
+    print(to_json(found.plain()) if json else found)
+    if not found.equal:
         sys.exit(1)
 
 
@@ -238,6 +354,9 @@ def aliases(
 COMMANDS: dict[str, Any] = {
     "run": run,
     "sweep": sweep,
+    "runs": runs,
+    "compare": compare,
+    "reproduce": reproduce,
     "figures": figures,
     "demo": demo,
     "base": base,
@@ -247,12 +366,18 @@ COMMANDS: dict[str, Any] = {
 }
 
 
+RUNS: dict[str, Any] = {"list": list_runs, "show": show_run, "rm": remove_runs}
+
+
 def main() -> None:
     """Entry point of `rar`. Exit status 2 on anything the user can mend."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("rar").setLevel(logging.INFO)
     try:
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="rar", description=__doc__)
+        if sys.argv[1:2] == ["runs"]:
+            tyro.extras.subcommand_cli_from_dict(RUNS, prog="rar runs", description=runs.__doc__, args=sys.argv[2:])
+        else:
+            tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="rar", description=__doc__)
     except RarError as error:
         print(f"rar: {error}", file=sys.stderr)
         sys.exit(2)

@@ -32,6 +32,8 @@ LAYERS = [
         "retrace",
         "gate_swap",
         "estimate",
+        "reproduce",
+        "export",
     },
     {"cli", "__main__"},
 ]

@@ -8,6 +8,7 @@ what counts, and what does not pass it is said not to differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -58,7 +59,22 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return out.tolist()
 
 
-def against(table: pd.DataFrame, value: str, baseline: str, *, log: bool = False) -> pd.DataFrame:
+def iqm(values: Sequence[float]) -> float | None:
+    """Interquartile mean (2108.13264): the mean of what is left when the lowest and the highest quarter are dropped, each rounded down
+    to whole runs; below four runs that is the mean. None of nothing.
+
+    Raises:
+        ValueError: if a value is not finite.
+    """
+    found = np.asarray(values, np.float64)
+    if not np.isfinite(found).all():
+        raise ValueError("interquartile mean: expected finite values")
+    return float(stats.trim_mean(found, 0.25)) if found.size else None
+
+
+def against(
+    table: pd.DataFrame, value: str, baseline: str, *, log: bool = False, missing: Literal["refuse", "drop"] = "refuse"
+) -> pd.DataFrame:
     """Every arm against a baseline, paired by seed.
 
     Args:
@@ -66,20 +82,25 @@ def against(table: pd.DataFrame, value: str, baseline: str, *, log: bool = False
         value: column to compare.
         baseline: policy to compare with.
         log: compare logarithms, for positive quantities that differ by factors; differences are then of natural logs.
+        missing: drop: compare on the seeds that an arm shares with the baseline (`n` says how many), where both have a value, and a
+            positive one with `log`.
 
     Returns:
         policy, n, mean, difference, low, high, p, p_holm, verdict ('higher', 'lower', 'does not differ', or 'cannot be told' where
         there is no p), in the order of the table.
 
     Raises:
-        ValueError: if an arm lacks a seed of the baseline or has one twice, or there is no arm but the baseline.
+        ValueError: if an arm lacks a seed of the baseline (unless dropped) or has one twice, or there is no arm but the baseline.
     """
     if table.duplicated(["policy", "seed"]).any():
         raise ValueError("against: expected every policy and seed once")
     wide = table.pivot(index="seed", columns="policy", values=value)
-    if baseline not in wide or wide.isna().any().any():
+    if baseline not in wide or (missing == "refuse" and wide.isna().any().any()):
         raise ValueError(f"against: expected {baseline!r} among the policies and {value} of every policy at every seed")
+    if missing == "drop" and log:
+        wide = wide.where(wide > 0)
     shown = wide.apply(np.log) if log else wide
+    both = wide.notna().where(wide[baseline].notna(), False) if missing == "drop" else wide.notna()
     rows = []
     for policy in table["policy"].drop_duplicates():
         if policy != baseline:
@@ -87,7 +108,7 @@ def against(table: pd.DataFrame, value: str, baseline: str, *, log: bool = False
                 {
                     "policy": policy,
                     "mean": wide[policy].mean(),
-                    **paired_t(shown[policy].tolist(), shown[baseline].tolist()),
+                    **paired_t(*(shown.loc[both[policy], p].tolist() for p in (policy, baseline))),
                 }
             )
     if not rows:
@@ -95,6 +116,7 @@ def against(table: pd.DataFrame, value: str, baseline: str, *, log: bool = False
     found = pd.DataFrame(rows).astype({"p": float})
     known = found["p"].notna()
     found.loc[known, "p_holm"] = holm(found.loc[known, "p"].tolist())
+    found["p_holm"] = found.get("p_holm", np.nan)
     found["verdict"] = [
         "cannot be told" if pd.isna(p) else "does not differ" if p >= 0.05 else "higher" if d > 0 else "lower"
         for p, d in zip(found["p_holm"], found["difference"], strict=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -85,7 +85,7 @@ def figure_set(sources: Sources, width: float | None = None) -> Iterator[tuple[s
     if sources.runs:
         wanted |= _of_runs(sources.runs, size)
     for study in sources.studies:
-        wanted |= _of_study(study, size)
+        wanted |= study_figures(study, size)
     for found in sources.frontiers:
         wanted |= _of_frontier(found, size)
     for name, draw in wanted.items():
@@ -191,7 +191,10 @@ def _of_runs(runs: list[RunResult], size: dict[str, Any]) -> dict[str, Callable[
     }  # fmt: skip
 
 
-def _of_study(study: Study, size: dict[str, Any]) -> dict[str, Callable[[], Drawn]]:
+def study_figures(
+    study: Study, size: dict[str, Any], baseline: str | None = "none", missing: Literal["refuse", "drop"] = "refuse"
+) -> dict[str, Callable[[], Drawn]]:
+    """What can be drawn of a study: rewards, KL, and differences from a baseline if there is one (studies.comparison)."""
     steps = study.steps.rename(columns={"reward/mean": "value"})[["policy", "seed", "step", "value"]]
 
     def rewards() -> Drawn:
@@ -220,7 +223,9 @@ def _of_study(study: Study, size: dict[str, Any]) -> dict[str, Callable[[], Draw
 
     def differences() -> Drawn:
         _require_one_setting(study)
-        table = comparison(study)
+        if baseline is None:
+            raise ConfigError(f"study {study.name}: no baseline to differ from")
+        table = comparison(study, baseline, missing=missing)
         labels = {
             "reward": "reward",
             "evaluation_last": "held-out reward",

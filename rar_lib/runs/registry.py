@@ -11,8 +11,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -161,14 +161,19 @@ def resolve(name: str, runs_dir: Path) -> Path:
     return found[0]
 
 
-def remove(paths: Sequence[Path], *, checkpoints_only: bool = False) -> int:
-    """Remove run folders, or only the trainer states of complete ones. Returns the bytes that became free.
+def remove(paths: Sequence[Path], *, checkpoints_only: bool = False, dry: bool = False) -> int:
+    """Remove run folders, or only the trainer states of complete ones. Returns the bytes that become free.
+
+    Args:
+        paths: run folders.
+        checkpoints_only: keep everything but the trainer states.
+        dry: remove nothing.
 
     Raises:
         RunError: before anything is removed, if one is a link, not a run, held by a process, or (checkpoints_only) not complete.
     """
-    for path in paths:
-        entry = inspect(path)
+    entries = [inspect(path) for path in paths]
+    for path, entry in zip(paths, entries, strict=True):
         if path.is_symlink() or not path.is_dir() or not is_run(path):
             raise RunError(
                 f"{path}: expected a run folder, found {entry.note or 'another folder'}; nothing was removed"
@@ -179,19 +184,81 @@ def remove(paths: Sequence[Path], *, checkpoints_only: bool = False) -> int:
             raise RunError(
                 f"run folder {path}: {entry.state}, so it needs its checkpoints to continue; nothing was removed"
             )
-    freed = 0
-    for path in paths:
-        part = path / "checkpoints" if checkpoints_only else path
+    parts = [path / "checkpoints" if checkpoints_only else path for path in paths]
+    freed = sum(size_of(part) for part in parts)
+    for path, part in zip(paths, parts, strict=True) if not dry else ():
         with locked(path, "run folder"):
-            freed += size_of(part)
-            for child in sorted(part.iterdir(), key=lambda p: p.name == "config.json"):  # what names the run goes last
-                if child.is_dir() and not child.is_symlink():
-                    shutil.rmtree(child)
-                elif child.name != ".lock":
-                    child.unlink()
-        if not checkpoints_only:
-            shutil.rmtree(path)
+            shutil.rmtree(part, ignore_errors=checkpoints_only)
     return freed
+
+
+def plain(entry: RunEntry) -> dict[str, Any]:
+    """An entry as JSON types."""
+    return {**asdict(entry), "path": str(entry.path), "name": entry.name}
+
+
+def details(entry: RunEntry) -> dict[str, Any]:
+    """What `rar runs show` adds: settings that are not the defaults, the summary, the environment, bytes by part.
+
+    What is not there, or cannot be read, is None.
+    """
+
+    def read(name: str) -> Any:
+        try:
+            return json.loads((entry.path / name).read_text())
+        except (OSError, ValueError):
+            return None
+
+    stored = read("config.json")
+    parts = {p.name: size_of(p) if p.is_dir() else p.lstat().st_size for p in _inside(entry.path)}
+    return {
+        "computed": stored.get("computed") if isinstance(stored, dict) else None,
+        "digests": stored.get("digests") if isinstance(stored, dict) else None,
+        "summary": read("summary.json"),
+        "environment": read("environment.json"),
+        "bytes": parts,
+    }
+
+
+def describe(entry: RunEntry) -> str:
+    """One run as text."""
+    found = details(entry)
+    lines = [f"{entry.name}: {entry.state}" + (f" ({entry.note})" if entry.note else "")]
+    lines.append(f"  {entry.path}")
+    if entry.label:
+        lines.append(f"  {entry.label}, seed {entry.seed}, step {entry.done} of {entry.steps}")
+    for title, values in (("settings beside the defaults", found["computed"]), ("summary", found["summary"])):
+        if values:
+            lines += [title, *(f"  {name}: {_short(value)}" for name, value in _flat(values))]
+    environment = found["environment"]
+    if environment:
+        versions = ", ".join(f"{name} {version}" for name, version in environment.get("versions", {}).items())
+        revision = environment.get("git_revision")
+        lines += [
+            "made with",
+            f"  rar-lib {environment.get('rar_lib')} at {revision or 'an unknown revision'}; {versions}",
+        ]
+    lines += [
+        f"disk: {human(entry.size)}",
+        *(f"  {name}: {human(n)}" for name, n in sorted(found["bytes"].items()) if n),
+    ]
+    return "\n".join(lines)
+
+
+def _inside(path: Path) -> list[Path]:
+    return sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def run_table(entries: Iterable[RunEntry]) -> pd.DataFrame:

@@ -7,21 +7,42 @@ and a bound that was written down before, so that it holds, does not hold, or ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pandas as pd
 
 from rar_lib.errors import ConfigError
 from rar_lib.metrics.seeds import against, paired_t
-from rar_lib.runs.files import read_table
+from rar_lib.runs.files import read_table, write_table
+
+if TYPE_CHECKING:
+    from rar_lib.runs.result import RunResult
+
+
+SUMMARY = (
+    "run", "seed", "steps", "updates_per_batch", "rollout_engine", "trainer_engine", "precision", "reward_first", "reward_last",
+    "evaluation_first", "evaluation_last", "evaluation_last_reward_native", "evaluation_last_reward_replayed",
+    "evaluation_last_k3_native", "evaluation_last_k3_replayed", "k3_rollout_old", "k3_old_new", "extreme_fraction_tau2", "ratio_max",
+    "grad_norm", "grad_norm_max", "router_flip", "target_shift", "nominal", "binding", "collapsed_at", "diverged",
+    "noise_floor_rollout", "noise_floor_trainer",
+)  # fmt: skip
+STEPS = (
+    "step", "reward/mean", "evaluation/reward", "mismatch/rollout_old/k3", "mismatch/rollout_old/extreme_fraction_tau2",
+    "mismatch/rollout_old/ratio_max", "mismatch/rollout_old/tokens", "mismatch/old_new/k3", "mismatch/rollout_new/k3",
+    "paired/none/rollout_old/k3", "paired/R3/rollout_old/k3", "paired/none/rollout_old/extreme_fraction_tau2",
+    "paired/R3/rollout_old/extreme_fraction_tau2", "update/grad_norm", "update/grad_norm_max", "update/clip_fraction",
+    "agreement/rollout_native/router_flip", "agreement/rollout_native/token_any_flip", "agreement/rollout_native/dispersion",
+    "drift/start/router_flip", "drift/step/gamma_mean", "replay/target_shift", "noise_floor/rollout/k3", "noise_floor/trainer/k3",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Study:
-    """A table of runs and one of their steps (benchmarks/remedies.py collects them)."""
+    """A table of runs and one of their steps: policy, seed, lr, updates_per_batch, and what SUMMARY and STEPS name."""
 
     name: str
     runs: pd.DataFrame
@@ -37,6 +58,25 @@ class Study:
         if not (folder / "runs.parquet").exists() or not (folder / "steps.parquet").exists():
             raise ConfigError(f"study {folder}: expected runs.parquet and steps.parquet")
         return cls(folder.name, read_table(folder / "runs.parquet"), read_table(folder / "steps.parquet"))
+
+    @classmethod
+    def of_runs(cls, name: str, runs: Sequence[RunResult], policies: Sequence[str]) -> Study:
+        """Gathered from complete runs, under the names that each is given."""
+        rows, steps = [], []
+        for run, policy in zip(runs, policies, strict=True):
+            algorithm = run.config["algorithm"]
+            setting = {"policy": policy, "lr": algorithm["lr"]}
+            rows.append(setting | {column: run.summary.get(column) for column in SUMMARY})
+            part = run.metrics[[column for column in STEPS if column in run.metrics]]
+            more = {"seed": run.summary["seed"], "updates_per_batch": algorithm["updates_per_batch"], **setting}
+            steps.append(part.assign(**more))
+        return cls(name, pd.DataFrame(rows), pd.concat(steps, ignore_index=True))
+
+    def write(self, folder: Path) -> None:
+        """Into a folder, which is made if it is not there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_table(folder / "runs.parquet", self.runs)
+        write_table(folder / "steps.parquet", self.steps)
 
     def only(self, **settings: float) -> Study:
         """The runs of one setting, such as updates_per_batch=4."""
@@ -65,15 +105,15 @@ def values_of(study: Study) -> pd.DataFrame:
     """
     key = ["policy", "seed"]
     steps = int(study.steps["step"].max()) + 1
-    last = study.steps[study.steps["step"] >= 0.75 * steps]
-    asked = steps - int(np.ceil(0.75 * steps))
+    first = min(int(np.ceil(0.75 * steps)), steps - 1)
+    last, asked = study.steps[study.steps["step"] >= first], steps - first
     reward = (last.groupby(key, sort=False)["reward/mean"].sum() / asked).rename("reward").reset_index()
     table = study.runs.merge(reward, on=key, how="left")[[*key, *QUANTITIES]]
     return table.assign(reward=table["reward"].fillna(0.0))
 
 
-def comparison(study: Study, baseline: str = "none") -> pd.DataFrame:
-    """Every policy against a baseline in every quantity.
+def comparison(study: Study, baseline: str = "none", *, missing: Literal["refuse", "drop"] = "refuse") -> pd.DataFrame:
+    """Every policy against a baseline in every quantity; `missing` seeds are refused, or dropped with their pair.
 
     Returns:
         quantity, policy, n, mean, baseline_mean, difference, low, high (of natural logs where the quantity is compared by factors),
@@ -82,7 +122,7 @@ def comparison(study: Study, baseline: str = "none") -> pd.DataFrame:
     table, parts = values_of(study), []
     for quantity, (_, log) in QUANTITIES.items():
         try:
-            found = against(table, quantity, baseline, log=log)
+            found = against(table, quantity, baseline, log=log, missing=missing)
         except ValueError as error:
             raise ConfigError(f"study {study.name}: {quantity}: {error}") from None
         base = float(table.loc[table["policy"] == baseline, quantity].mean())

@@ -1,0 +1,431 @@
+"""Many runs in one place: aligned by arm and seed, compared with a baseline, written as text, Markdown and HTML. `rar compare`
+
+Runs that differ in something a policy's name does not say (a learning rate, a number of updates, a model) are of another setting, and
+compared only within it. Differences are paired by seed: Student's interval, Holm over the arms of a setting; seeds that an arm lacks are
+listed, and its comparison is of those that it shares with the baseline. `final` is the mean reward of the last quarter of the steps;
+`best` is the best single step, chosen afterwards and therefore flattering: it is shown and never compared.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from rar_lib.errors import ConfigError
+from rar_lib.figures.style import alt_text, save_figure
+from rar_lib.metrics.seeds import iqm
+from rar_lib.runs.figure_set import study_figures
+from rar_lib.runs.files import write_text
+from rar_lib.runs.registry import inspect, resolve
+from rar_lib.runs.result import RunResult, label_of
+from rar_lib.runs.studies import QUANTITIES, Study, comparison, values_of
+
+OF_THE_POLICY = ("router_replay.", "algorithm.objective", "algorithm.anchor", "algorithm.corrections", "algorithm.freeze_router",
+                 "algorithm.clip_")  # fmt: skip
+UNTOLD = (
+    "seed",
+    "checkpoint_every",
+    "diagnostics.",
+    "evaluation.",
+    "model.path",
+)  # differences that are none of what is computed
+FORMS = {"reward": ".3f", "evaluation_last": ".3f", "k3_rollout_old": ".2e", "extreme_fraction_tau2": ".1e", "ratio_max": ".1f",
+         "grad_norm": ".2f"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs that differ in policy and seed only.
+
+    Attributes:
+        name: what sets it apart from the other settings, such as `lr=0.0003`; empty if there is one setting.
+        study: its runs and their steps.
+        baseline: policy that the others are compared with; None if it has none.
+    """
+
+    name: str
+    study: Study
+    baseline: str | None
+
+    def values(self) -> pd.DataFrame:
+        """A row a run, the baseline first: policy, seed, run, final, best, best_step, collapsed_at, diverged and the other QUANTITIES."""
+        steps = self.study.steps
+        rewards = steps[["policy", "seed", "step", "reward/mean"]].dropna()
+        top = rewards.loc[rewards.groupby(["policy", "seed"], sort=False)["reward/mean"].idxmax()]
+        top = top.set_axis(["policy", "seed", "best_step", "best"], axis=1)
+        runs = self.study.runs[["policy", "seed", "run", "steps", "collapsed_at", "diverged"]]
+        table = runs.merge(values_of(self.study), on=["policy", "seed"]).merge(top, on=["policy", "seed"], how="left")
+        order = list(dict.fromkeys([*([self.baseline] if self.baseline else []), *table["policy"]]))
+        return table.sort_values(
+            ["policy", "seed"], key=lambda c: c.map(order.index) if c.name == "policy" else c, ignore_index=True
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was read.
+
+    Attributes:
+        settings: each with its runs.
+        left_out: what of the sources is not compared, with the reason.
+    """
+
+    settings: Sequence[Setting]
+    left_out: tuple[str, ...] = field(default=())
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_comparison(sources: Sequence[str | Path], runs_dir: Path, baseline: str | None = None) -> Comparison:
+    """Read and align.
+
+    Args:
+        sources: run folders, names of runs, sweeps (folder or name), and studies, in any number.
+        runs_dir: where names are looked for.
+        baseline: policy to compare with; by default `none`, if there is one.
+
+    Raises:
+        ConfigError: for a source that is none of these, two runs of one arm and seed, or a baseline that is nowhere.
+        RunError: for a run or sweep that cannot be read.
+    """
+    folders: dict[Path, None] = {}
+    studies: list[Study] = []
+    left_out: list[str] = []
+    for source in sources:
+        path = Path(source)
+        if (path / "steps.parquet").is_file():
+            studies.append(Study.read(path))
+            continue
+        sweep = next((p for p in (path, runs_dir / "sweeps" / str(source)) if (p / "status.json").is_file()), None)
+        if sweep is not None:
+            names, untold = _of_sweep(sweep)
+            left_out += untold
+            folders |= dict.fromkeys((sweep.parent.parent / name).resolve() for name in names)
+        else:
+            folders[resolve(str(source), runs_dir)] = None
+    runs = []
+    for folder in folders:
+        entry = inspect(folder)
+        if entry.state == "complete":
+            runs.append(RunResult.read(folder))
+        else:
+            left_out.append(f"{folder.name}: {entry.state}" + (f", {entry.note}" if entry.note else ""))
+    settings = [*_settings_of_runs(runs), *(part for study in studies for part in _settings_of_study(study))]
+    if not settings:
+        raise ConfigError("compare: expected at least one complete run\n" + "\n".join(left_out))
+    found = [Setting(name, study, _baseline(study, baseline)) for name, study in settings]
+    if baseline is not None and all(setting.baseline is None for setting in found):
+        there = dict.fromkeys(p for setting in found for p in setting.study.runs["policy"])
+        raise ConfigError(f"baseline: expected one of {', '.join(there)}; found {baseline!r}")
+    return Comparison(found, tuple(left_out))
+
+
+def _of_sweep(folder: Path) -> tuple[list[str], list[str]]:
+    try:
+        points = json.loads((folder / "status.json").read_text())["points"]
+        done = [run for point in points if point["state"] == "done" for run in point["runs"]]
+        untold = [
+            f"{p['id']}: {p['state']}{': ' + p['cause'] if p.get('cause') else ''}"
+            for p in points
+            if p["state"] != "done"
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"sweep {folder}: status.json cannot be read: {error}") from None
+    return list(dict.fromkeys(done)), untold
+
+
+def _settings_of_runs(runs: Sequence[RunResult]) -> list[tuple[str, Study]]:
+    groups: dict[str, list[tuple[str, RunResult]]] = {}
+    for run, (policy, setting) in zip(runs, arms_of(runs), strict=True):
+        groups.setdefault(setting, []).append((policy, run))
+    found = []
+    for setting, members in groups.items():
+        seen: dict[tuple[str, int], RunResult] = {}
+        for policy, run in members:
+            other = seen.setdefault((policy, run.summary["seed"]), run)
+            if other is not run:
+                raise ConfigError(
+                    f"{other.path} and {run.path} are both {policy}, seed {run.summary['seed']}: compare one of them"
+                )
+        found.append((setting, Study.of_runs(setting or "runs", [r for _, r in members], [p for p, _ in members])))
+    return found
+
+
+def arms_of(runs: Sequence[RunResult]) -> list[tuple[str, str]]:
+    """(policy, setting) of every run, as short as they may be to tell all runs of one seed apart."""
+    flat = [dict(_leaves(run.config)) | {"checkpoint": _digest(run)} for run in runs]
+    varying = {key for key in {k for f in flat for k in f} if len({json.dumps(f.get(key)) for f in flat}) > 1}
+    varying = {key for key in varying if not key.startswith(UNTOLD)}
+    settings = sorted(key for key in varying if not key.startswith(OF_THE_POLICY))
+    rounding = any(key.startswith("rollout.") for key in settings)
+    names = [
+        label_of({**r.summary, "computes_alike": False, "precision": "fp8_weights"} if rounding else r.summary)
+        for r in runs
+    ]
+    found = []
+    for name, values in zip(names, flat, strict=True):
+        alike = [f for other, f in zip(names, flat, strict=True) if other == name]
+        own = sorted(
+            key for key in varying if key.startswith(OF_THE_POLICY) and len({json.dumps(f.get(key)) for f in alike}) > 1
+        )
+        policy = " ".join([name, *(f"{key.rpartition('.')[2]}={_plain(values.get(key))}" for key in own)])
+        setting = ", ".join(f"{key.rpartition('.')[2]}={_plain(values.get(key))}" for key in settings)
+        found.append((policy, setting))
+    return found
+
+
+def _settings_of_study(study: Study) -> list[tuple[str, Study]]:
+    keys = [key for key in ("lr", "updates_per_batch") if study.runs[key].nunique() > 1]
+    if not keys:
+        return [("" if study.name == "runs" else study.name, study)]
+    found = []
+    for values in study.runs[keys].drop_duplicates().sort_values(keys).to_dict("records"):
+        name = ", ".join(f"{key}={_plain(value)}" for key, value in values.items())
+        found.append((f"{study.name}, {name}", study.only(**{str(k): v for k, v in values.items()})))
+    return found
+
+
+def _baseline(study: Study, wanted: str | None) -> str | None:
+    policies = list(dict.fromkeys(study.runs["policy"]))
+    if wanted is not None or "none" in policies:
+        return (wanted or "none") if (wanted or "none") in policies else None
+    return next((policy for policy in policies if policy.split()[0] == "none"), None)
+
+
+def _digest(run: RunResult) -> str:
+    return str(json.loads((run.path / "config.json").read_text())["digests"].get("checkpoint"))[:8]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def arms_table(setting: Setting) -> pd.DataFrame:
+    """A row a policy, as text: seeds and those that are missing, rewards (final and best, marked), k3, F(2), collapse."""
+    values = setting.values()
+    every = sorted(values["seed"].unique())
+    rows = []
+    for policy, part in values.groupby("policy", sort=False):
+        missing = [str(seed) for seed in every if seed not in set(part["seed"])]
+        broken = [told for row in part.to_dict("records") if (told := _broken(row))]
+        rows.append(
+            {
+                "policy": policy,
+                "seeds": str(len(part)),
+                "missing seeds": ", ".join(missing) or "none",
+                "final reward, mean": _form(part["reward"].mean(), ".3f"),
+                "final reward, IQM": _form(iqm(part["reward"].tolist()), ".3f"),
+                "best step (chosen afterwards)": _form(part["best"].mean(), ".3f"),
+                "held out, end": _form(part["evaluation_last"].mean(), ".3f"),
+                "k3 rollout/old": _form(part["k3_rollout_old"].mean(), ".2e"),
+                "F(2)": _form(part["extreme_fraction_tau2"].mean(), ".1e"),
+                "collapsed": "; ".join(broken) or "none",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def differences_table(setting: Setting) -> pd.DataFrame:
+    """A row a quantity and policy, as text: pairs, the difference from the baseline with its 95 % interval, Holm's p, verdict.
+
+    Quantities that differ by factors are shown as factors. Empty if the setting has no baseline, or nothing beside it.
+    """
+    columns = ["quantity", "policy", "pairs", "difference [95 %]", "p (Holm)", "verdict"]
+    if setting.baseline is None or setting.study.runs["policy"].nunique() < 2:
+        return pd.DataFrame(columns=columns)
+    rows = []
+    for row in comparison(setting.study, setting.baseline, missing="drop").to_dict("records"):
+        form, log = ("", True) if row["log"] else (FORMS[row["quantity"]], False)
+        rows.append(
+            {
+                "quantity": QUANTITIES[row["quantity"]][0],
+                "policy": row["policy"],
+                "pairs": str(row["n"]),
+                "difference [95 %]": _interval(row, form, log),
+                "p (Holm)": _form(row["p_holm"], ".3f"),
+                "verdict": row["verdict"],
+            }
+        )
+    return pd.DataFrame(rows, columns=columns)
+
+
+def runs_table(setting: Setting) -> pd.DataFrame:
+    """A row a run, as text: policy, seed, run, final and best reward, k3, collapse."""
+    return pd.DataFrame(
+        [
+            {
+                "policy": row["policy"],
+                "seed": str(row["seed"]),
+                "run": row["run"],
+                "steps": str(row["steps"]),
+                "final reward": _form(row["reward"], ".3f"),
+                "best step (chosen afterwards)": f"{_form(row['best'], '.3f')} at {_form(row['best_step'], '.0f')}",
+                "k3 rollout/old": _form(row["k3_rollout_old"], ".2e"),
+                "collapse step": "none" if pd.isna(row["collapsed_at"]) else f"{row['collapsed_at']:.0f}",
+                "diverged": "no" if pd.isna(row["diverged"]) else row["diverged"],
+            }
+            for row in setting.values().to_dict("records")
+        ]
+    )
+
+
+def _broken(row: Mapping[Any, Any]) -> str:
+    if pd.notna(row["diverged"]):
+        return f"seed {row['seed']} diverged ({row['diverged']})"
+    return f"seed {row['seed']} at step {row['collapsed_at']:.0f}" if pd.notna(row["collapsed_at"]) else ""
+
+
+def _form(value: Any, form: str) -> str:
+    return "unknown" if value is None or pd.isna(value) else format(value, form)
+
+
+def _interval(row: Mapping[Any, Any], form: str, log: bool) -> str:
+    values = [row[name] for name in ("difference", "low", "high")]
+    if values[0] is None or pd.isna(values[0]):
+        return "unknown"
+    if log:
+        values = [None if v is None or pd.isna(v) else float(np.exp(v)) for v in values]
+        told = [_form(v, ".2f") for v in values]
+        return f"× {told[0]}" + ("" if told[1] == "unknown" else f" [{told[1]}, {told[2]}]")
+    told = [_form(v, "+" + form) for v in values]
+    return told[0] + ("" if told[1] == "unknown" else f" [{told[1]}, {told[2]}]")
+
+
+# ---------------------------------------------------------------- writing
+
+TITLES = {"arms": "Arms", "differences": "Differences", "runs": "Runs"}
+READ_AS = (
+    "final: mean reward of the last quarter of the steps. best step: the highest reward of a single step, chosen afterwards, so it "
+    "flatters and is never compared. Differences are paired by seed over the seeds that both have; intervals are Student's, p is Holm's "
+    "over the policies of a setting and quantity. Where no difference is shown, none may be claimed."
+)
+
+
+def tables_of(setting: Setting) -> dict[str, pd.DataFrame]:
+    """The tables of a setting by name."""
+    return {"arms": arms_table(setting), "differences": differences_table(setting), "runs": runs_table(setting)}
+
+
+def title_of(name: str, setting: Setting) -> str:
+    """Heading of a table."""
+    if name != "differences":
+        return TITLES[name]
+    return f"Differences from {setting.baseline}" if setting.baseline else "Differences (no baseline here)"
+
+
+def as_text(found: Comparison) -> str:
+    """For a terminal; every run has a row in the Markdown and HTML."""
+    parts = []
+    for setting in found.settings:
+        parts.append(f"# {setting.name}" if setting.name else "")
+        for name in ("arms", "differences"):
+            table = tables_of(setting)[name]
+            if len(table):
+                parts += [title_of(name, setting), table.to_string(index=False), ""]
+    parts += [f"left out: {told}" for told in found.left_out]
+    return "\n".join(part for i, part in enumerate(parts) if part or i).rstrip()
+
+
+def as_markdown(found: Comparison, pictures: Mapping[str, str] | None = None) -> str:
+    """One page of Markdown; pictures are file name -> alternative text."""
+    parts = ["# Comparison of runs", "", READ_AS, ""]
+    for setting in found.settings:
+        if setting.name:
+            parts += [f"## {setting.name}", ""]
+        for name, table in tables_of(setting).items():
+            if len(table):
+                parts += [f"### {title_of(name, setting)}", "", markdown(table), ""]
+    parts += [f"![{text}]({file})\n" for file, text in (pictures or {}).items()]
+    if found.left_out:
+        parts += ["## Left out", "", *(f"- {told}" for told in found.left_out)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A table of text as Markdown."""
+    rows = [list(map(str, table.columns)), ["---"] * table.shape[1], *table.astype(str).to_numpy().tolist()]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse;margin:.5em 0 1.5em;font-size:13px}th,td{padding:.25em .7em;text-align:right}"
+    "th{border-bottom:2px solid #888}tr:nth-child(even){background:#f4f4f4}td:first-child,th:first-child{text-align:left}"
+    "img{max-width:100%;margin:.5em 0 1.5em}"
+)
+
+
+def as_html(found: Comparison, figures: Mapping[str, Figure]) -> str:
+    """One page of HTML that needs no other file: figures are inside."""
+    parts = [f"<p>{html.escape(READ_AS)}</p>"]
+    for setting in found.settings:
+        if setting.name:
+            parts.append(f"<h2>{html.escape(setting.name)}</h2>")
+        for name, table in tables_of(setting).items():
+            if len(table):
+                parts.append(f"<h3>{html.escape(title_of(name, setting))}</h3>")
+                parts.append(table.to_html(index=False, border=0, escape=True))
+    for figure in figures.values():
+        data = io.BytesIO()
+        figure.savefig(data, format="png")
+        picture = base64.b64encode(data.getvalue()).decode()
+        parts.append(f'<img alt="{html.escape(alt_text(figure), quote=True)}" src="data:image/png;base64,{picture}">')
+    if found.left_out:
+        told = "".join(f"<li>{html.escape(one)}</li>" for one in found.left_out)
+        parts.append(f"<h2>Left out</h2><ul>{told}</ul>")
+    head = f'<meta charset="utf-8"><title>Comparison of runs</title><style>{STYLE}</style>'
+    body = "\n".join(["<h1>Comparison of runs</h1>", *parts])
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+
+
+def figures_of(found: Comparison) -> Iterator[tuple[str, tuple[Figure, pd.DataFrame] | str]]:
+    """Name and (figure, table) of what can be drawn, or why it cannot."""
+    for number, setting in enumerate(found.settings):
+        study = Study(
+            f"setting{number}" if len(found.settings) > 1 else "runs", setting.study.runs, setting.study.steps
+        )
+        for name, draw in study_figures(study, {}, setting.baseline, missing="drop").items():
+            try:
+                yield name, draw()
+            except ConfigError as error:
+                yield name, str(error)
+
+
+def write_comparison(found: Comparison, out: Path) -> list[Path]:
+    """Write compare.md, compare.html, tables as CSV and figures into a folder; returns the two pages."""
+    out.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, Figure] = {}
+    for name, drawn in figures_of(found):
+        if not isinstance(drawn, str):
+            figures[name] = drawn[0]
+            save_figure(drawn[0], out / name, drawn[1])
+    for number, setting in enumerate(found.settings):
+        for name, table in tables_of(setting).items():
+            stem = name if len(found.settings) == 1 else f"{name}{number}"
+            table.to_csv(out / f"{stem}.csv", index=False)
+    pages = [out / "compare.md", out / "compare.html"]
+    write_text(pages[0], as_markdown(found, {f"{name}.png": alt_text(figure) for name, figure in figures.items()}))
+    write_text(pages[1], as_html(found, figures))
+    return pages
