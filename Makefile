@@ -1,13 +1,15 @@
-# make setup | demo | test | lab | clean. Everything lives in .venv; nothing else on the machine is touched.
+# make setup | demo | test | notebooks | review | lab | clean. Everything lives in .venv; nothing else on the machine is touched.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^\# \(torch==.*\)/\1/p' requirements.lock)
 STAMP := $(VENV)/.installed
+# Two test processes; the tests of a file share what its fixtures built.
+PARALLEL := -n 2 --dist loadfile
 NBVAL := --nbval-cell-timeout=900 -W default
 # Notebooks that start no engine and draw from committed data: their outputs must come out as they are committed.
-DETERMINISTIC := notebooks/04_budget_frontier.ipynb notebooks/06_route_doctor.ipynb
+DETERMINISTIC := $(addprefix notebooks/,04_budget_frontier.ipynb 06_route_doctor.ipynb 08_compare_runs.ipynb)
 # One OpenMP thread: on a few shared cores more of them cost many times what they bring.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -17,11 +19,14 @@ export JUPYTER_PLATFORM_DIRS := 1
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
-.PHONY: help setup demo test parity lab clean
+.PHONY: help setup demo test parity browser notebooks review lab clean
 help:
 	@echo "make setup   environment in $(VENV) from requirements.lock"
 	@echo "make demo    the quickstart on vLLM and Megatron-Core: none, R2 and R3"
 	@echo "make test    ruff, types, pytest, nbval"
+	@echo "make notebooks  execute all notebooks in place and normalise them"
+	@echo "make review  what changed in the notebooks, as a person reads it (REV=main to compare with another revision)"
+	@echo "make browser Chromium, for the tests that open JupyterLab (Debian, as root)"
 	@echo "make parity  verl in an environment of its own, for the tests that compare with it"
 	@echo "make lab     JupyterLab on 127.0.0.1 in notebooks/"
 	@echo "make clean   remove $(VENV) and caches; runs in data/runs stay"
@@ -48,9 +53,9 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest $(NBVAL) --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg $(DETERMINISTIC)
-	$(BIN)/python -m pytest $(NBVAL) --nbval-lax $(filter-out $(DETERMINISTIC),$(wildcard notebooks/*.ipynb))
+	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) $(NBVAL) --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg $(DETERMINISTIC)
+	$(BIN)/python -m pytest $(PARALLEL) $(NBVAL) --nbval-lax $(filter-out $(DETERMINISTIC),$(wildcard notebooks/*.ipynb))
 
 parity: .venv-verl/.installed
 
@@ -61,6 +66,17 @@ parity: .venv-verl/.installed
 	@echo "installing tests/parity/requirements-verl.txt"
 	@.venv-verl/bin/python -m pip install --quiet --no-deps --requirement tests/parity/requirements-verl.txt
 	@touch $@
+
+# Debian's Chromium: playwright drives it, and downloads none of its own.
+browser:
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
+	@command -v chromium
+
+notebooks: $(STAMP)
+	$(BIN)/python -m tests.notebooks.execute
+
+review: $(STAMP)
+	@git -c diff.jupyternotebook.command="$(CURDIR)/$(BIN)/git-nbdiffdriver diff" diff $(REV) -- notebooks
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab --ip=127.0.0.1 --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)

@@ -161,7 +161,7 @@ def remove_runs(
 def compare(
     sources: Annotated[
         tyro.conf.Positional[tuple[str, ...]],
-        tyro.conf.arg(help="run folders, names of runs, sweeps (folder or name) and studies, in any number"),
+        tyro.conf.arg(help="runs, sweeps and studies, each by folder or name, in any number"),
     ],
     baseline: Annotated[str | None, tyro.conf.arg(help="policy to compare with, by default none")] = None,
     out: Annotated[
@@ -202,6 +202,26 @@ def reproduce(
     print(to_json(found.plain()) if json else found)
     if not found.equal:
         sys.exit(1)
+
+
+def export(
+    runs: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(help="folders, names, or their beginnings or ends")
+    ],
+    to: Annotated[Literal["tensorboard", "wandb"], tyro.conf.arg(help="event files, or an offline run")],
+    out: Annotated[Path | None, tyro.conf.arg(help="folder to write into, by default data/runs/exported")] = None,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Write runs for a tracker: every number at its step, the config, the summary. Nothing leaves the machine. Prints a folder a run."""
+    from rar_lib.export import export as write
+    from rar_lib.runs.registry import resolve
+    from rar_lib.runs.store import RUNS_DIR
+
+    folder = runs_dir or RUNS_DIR
+    if not runs:
+        raise ConfigError("export: expected at least one run")
+    for path in write([resolve(name, folder) for name in runs], to, out or folder / "exported"):
+        print(path)
 
 
 def figures(
@@ -357,6 +377,7 @@ COMMANDS: dict[str, Any] = {
     "runs": runs,
     "compare": compare,
     "reproduce": reproduce,
+    "export": export,
     "figures": figures,
     "demo": demo,
     "base": base,

@@ -110,6 +110,7 @@ class MegatronTrainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         parts = batch.micro_batches(micro_batch_size)
+        _mend_loss_scale()
 
         def forward_step(iterator: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
             rows = next(iterator)
@@ -293,3 +294,13 @@ def _focus(forced: Replaying | None, collector: RouteCollector | None) -> Callab
             collector.record.begin()
 
     return focus
+
+
+def _mend_loss_scale() -> None:
+    """Megatron keeps one scale of auxiliary losses a process. A backward outside of its schedules makes it a scalar, and the schedules then
+    fail to copy their one element into it (megatron-core 0.16)."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    if scale is not None and scale.dim() == 0:
+        MoEAuxLossAutoScaler.main_loss_backward_scale = scale.reshape(1)

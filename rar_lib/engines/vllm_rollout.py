@@ -247,6 +247,7 @@ def _create(path: Path, dtype: str, max_length: int) -> Any:
             max_model_len=max_length,
             max_num_seqs=MAX_SEQUENCES,
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             **{**settings, **plan.arguments},
         )
     except (TypeError, ValueError, NotImplementedError) as error:

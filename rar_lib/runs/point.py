@@ -165,7 +165,7 @@ def _papermill(task: Task, target: Path, log: Path, watch: _Watch) -> None:
 
     logging.getLogger("papermill").setLevel(logging.ERROR)
     papermill.execute_notebook(
-        task.notebook, str(target), task.parameters, cwd=task.cwd, progress_bar=False, kernel_name="python3",
+        task.notebook, str(target), task.parameters, cwd=task.cwd, progress_bar=False, kernel_name="python3", language="python",
         start_timeout=120, kernel_manager_class=Kernel,
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from rar_lib.checkpoint import DATA_DIR
 from rar_lib.errors import ConfigError
 from rar_lib.figures.style import alt_text, save_figure
 from rar_lib.metrics.seeds import iqm
@@ -30,6 +31,7 @@ from rar_lib.runs.registry import inspect, resolve
 from rar_lib.runs.result import RunResult, label_of
 from rar_lib.runs.studies import QUANTITIES, Study, comparison, values_of
 
+STUDIES = DATA_DIR / "studies"
 OF_THE_POLICY = ("router_replay.", "algorithm.objective", "algorithm.anchor", "algorithm.corrections", "algorithm.freeze_router",
                  "algorithm.clip_")  # fmt: skip
 UNTOLD = (
@@ -91,7 +93,7 @@ def read_comparison(sources: Sequence[str | Path], runs_dir: Path, baseline: str
     """Read and align.
 
     Args:
-        sources: run folders, names of runs, sweeps (folder or name), and studies, in any number.
+        sources: run folders, names of runs, and sweeps and studies by folder or name, in any number.
         runs_dir: where names are looked for.
         baseline: policy to compare with; by default `none`, if there is one.
 
@@ -104,8 +106,9 @@ def read_comparison(sources: Sequence[str | Path], runs_dir: Path, baseline: str
     left_out: list[str] = []
     for source in sources:
         path = Path(source)
-        if (path / "steps.parquet").is_file():
-            studies.append(Study.read(path))
+        study = next((p for p in (path, STUDIES / str(source)) if (p / "steps.parquet").is_file()), None)
+        if study is not None:
+            studies.append(Study.read(study))
             continue
         sweep = next((p for p in (path, runs_dir / "sweeps" / str(source)) if (p / "status.json").is_file()), None)
         if sweep is not None:
@@ -315,7 +318,7 @@ def _interval(row: Mapping[Any, Any], form: str, log: bool) -> str:
 
 # ---------------------------------------------------------------- writing
 
-TITLES = {"arms": "Arms", "differences": "Differences", "runs": "Runs"}
+TITLES = {"arms": "Arms", "differences": "Differences", "runs": "Every run"}
 READ_AS = (
     "final: mean reward of the last quarter of the steps. best step: the highest reward of a single step, chosen afterwards, so it "
     "flatters and is never compared. Differences are paired by seed over the seeds that both have; intervals are Student's, p is Holm's "
@@ -323,9 +326,7 @@ READ_AS = (
 )
 
 
-def tables_of(setting: Setting) -> dict[str, pd.DataFrame]:
-    """The tables of a setting by name."""
-    return {"arms": arms_table(setting), "differences": differences_table(setting), "runs": runs_table(setting)}
+TABLES = {"arms": arms_table, "differences": differences_table, "runs": runs_table}
 
 
 def title_of(name: str, setting: Setting) -> str:
@@ -341,7 +342,7 @@ def as_text(found: Comparison) -> str:
     for setting in found.settings:
         parts.append(f"# {setting.name}" if setting.name else "")
         for name in ("arms", "differences"):
-            table = tables_of(setting)[name]
+            table = TABLES[name](setting)
             if len(table):
                 parts += [title_of(name, setting), table.to_string(index=False), ""]
     parts += [f"left out: {told}" for told in found.left_out]
@@ -351,16 +352,25 @@ def as_text(found: Comparison) -> str:
 def as_markdown(found: Comparison, pictures: Mapping[str, str] | None = None) -> str:
     """One page of Markdown; pictures are file name -> alternative text."""
     parts = ["# Comparison of runs", "", READ_AS, ""]
-    for setting in found.settings:
-        if setting.name:
-            parts += [f"## {setting.name}", ""]
-        for name, table in tables_of(setting).items():
-            if len(table):
-                parts += [f"### {title_of(name, setting)}", "", markdown(table), ""]
+    for level, title, table in _parts(found, ("arms", "differences")):
+        parts += [f"{'#' * level} {title}", "", *([] if table is None else [markdown(table), ""])]
     parts += [f"![{text}]({file})\n" for file, text in (pictures or {}).items()]
+    for level, title, table in _parts(found, ("runs",)):
+        parts += [f"{'#' * level} {title}", "", *([] if table is None else [markdown(table), ""])]
     if found.left_out:
         parts += ["## Left out", "", *(f"- {told}" for told in found.left_out)]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _parts(found: Comparison, names: Sequence[str]) -> Iterator[tuple[int, str, pd.DataFrame | None]]:
+    """(level, title, table) of every heading."""
+    for setting in found.settings:
+        if setting.name:
+            yield 2, setting.name, None
+        for name in names:
+            table = TABLES[name](setting)
+            if len(table):
+                yield 3, title_of(name, setting), table
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -371,33 +381,34 @@ def markdown(table: pd.DataFrame) -> str:
 
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;margin:.5em 0 1.5em;font-size:13px}th,td{padding:.25em .7em;text-align:right}"
+    "table{border-collapse:collapse;margin:.5em 0 1.5em;font-size:13px}th,td{padding:.25em .7em;text-align:right}td{white-space:nowrap}"
     "th{border-bottom:2px solid #888}tr:nth-child(even){background:#f4f4f4}td:first-child,th:first-child{text-align:left}"
-    "img{max-width:100%;margin:.5em 0 1.5em}"
+    ".wide{overflow-x:auto}img{max-width:100%;margin:.5em 0 1.5em}"
 )
 
 
 def as_html(found: Comparison, figures: Mapping[str, Figure]) -> str:
     """One page of HTML that needs no other file: figures are inside."""
     parts = [f"<p>{html.escape(READ_AS)}</p>"]
-    for setting in found.settings:
-        if setting.name:
-            parts.append(f"<h2>{html.escape(setting.name)}</h2>")
-        for name, table in tables_of(setting).items():
-            if len(table):
-                parts.append(f"<h3>{html.escape(title_of(name, setting))}</h3>")
-                parts.append(table.to_html(index=False, border=0, escape=True))
+    for level, title, table in _parts(found, ("arms", "differences")):
+        parts.append(f"<h{level}>{html.escape(title)}</h{level}>" + _html(table))
     for figure in figures.values():
         data = io.BytesIO()
         figure.savefig(data, format="png")
         picture = base64.b64encode(data.getvalue()).decode()
         parts.append(f'<img alt="{html.escape(alt_text(figure), quote=True)}" src="data:image/png;base64,{picture}">')
+    for level, title, table in _parts(found, ("runs",)):
+        parts.append(f"<h{level}>{html.escape(title)}</h{level}>" + _html(table))
     if found.left_out:
         told = "".join(f"<li>{html.escape(one)}</li>" for one in found.left_out)
         parts.append(f"<h2>Left out</h2><ul>{told}</ul>")
     head = f'<meta charset="utf-8"><title>Comparison of runs</title><style>{STYLE}</style>'
     body = "\n".join(["<h1>Comparison of runs</h1>", *parts])
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+
+
+def _html(table: pd.DataFrame | None) -> str:
+    return "" if table is None else f'<div class="wide">{table.to_html(index=False, border=0, escape=True)}</div>'
 
 
 def figures_of(found: Comparison) -> Iterator[tuple[str, tuple[Figure, pd.DataFrame] | str]]:
@@ -422,9 +433,9 @@ def write_comparison(found: Comparison, out: Path) -> list[Path]:
             figures[name] = drawn[0]
             save_figure(drawn[0], out / name, drawn[1])
     for number, setting in enumerate(found.settings):
-        for name, table in tables_of(setting).items():
+        for name, make in TABLES.items():
             stem = name if len(found.settings) == 1 else f"{name}{number}"
-            table.to_csv(out / f"{stem}.csv", index=False)
+            make(setting).to_csv(out / f"{stem}.csv", index=False)
     pages = [out / "compare.md", out / "compare.html"]
     write_text(pages[0], as_markdown(found, {f"{name}.png": alt_text(figure) for name, figure in figures.items()}))
     write_text(pages[1], as_html(found, figures))

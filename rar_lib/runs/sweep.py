@@ -33,7 +33,7 @@ from rar_lib.estimate import estimate
 from rar_lib.runs.executors import Options, get_executor
 from rar_lib.runs.files import locked, write_json, write_text
 from rar_lib.runs.grid import PLACES, Grid, Point, parameters_of, points_of
-from rar_lib.runs.point import PATIENCE, Record, Task, read_record
+from rar_lib.runs.point import Record, Task, read_record
 from rar_lib.runs.store import RUNS_DIR
 
 logger = logging.getLogger("rar")
@@ -116,7 +116,7 @@ def run_sweep(
     folder = runs_dir / "sweeps" / str(grid.name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, "sweep", PATIENCE):
+        with locked(folder, "sweep"):
             write_text(folder / "grid.yaml", yaml.safe_dump(grid.model_dump(), sort_keys=False))
             records = {p.id: record for p in points if (record := _ended(p, runs_dir)) is not None}
             left = [p for p in points if p.id not in records or (retry and records[p.id].state == "failed")]

@@ -1,0 +1,115 @@
+"""A run's numbers for a tracker: `rar export RUN... --to tensorboard | wandb`.
+
+What is written is what the run folder holds: every numeric column of metrics.parquet at its step, the config, and the summary. Nothing
+is computed and nothing leaves the machine: TensorBoard gets event files, W&B an offline run that `wandb sync` would upload. A run that
+goes on can be exported as far as it is; exporting it again replaces what was written before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rar_lib.errors import ConfigError, EngineError, RunError
+from rar_lib.runs.registry import RunEntry, inspect
+
+
+def export(runs: Sequence[Path], to: str, out: Path) -> list[Path]:
+    """Write runs for a tracker; returns a folder a run.
+
+    Args:
+        runs: run folders.
+        to: tensorboard or wandb.
+        out: folder to write into; a folder `<to>/<run>` in it is replaced.
+
+    Raises:
+        ConfigError: for another tracker.
+        EngineError: if the tracker is not installed.
+        RunError: for a folder that is no run, or has no step yet.
+    """
+    if to not in TRACKERS:
+        raise ConfigError(f"to: expected one of {', '.join(TRACKERS)}, found {to!r}")
+    entries = [inspect(path) for path in runs]
+    for entry in entries:
+        if entry.state in ("broken", "foreign"):
+            raise RunError(f"run folder {entry.path}: {entry.state}: {entry.note}")
+        if entry.done == 0:
+            raise RunError(f"run folder {entry.path}: no step yet")
+    folders = []
+    for entry in entries:
+        folder = out / to / entry.name
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        TRACKERS[to](entry, folder)
+        folders.append(folder)
+    return folders
+
+
+def scalars(table: pd.DataFrame) -> Iterator[tuple[int, dict[str, float]]]:
+    """(step, column -> value) of every row; absent values are left out, and infinite ones stay what they are."""
+    numbers = table.select_dtypes("number").drop(columns="step", errors="ignore")
+    for step, (_, row) in zip(table["step"], numbers.iterrows(), strict=True):
+        yield int(step), {str(name): float(value) for name, value in row.items() if not math.isnan(float(value))}
+
+
+def _stored(entry: RunEntry) -> tuple[dict[str, Any], dict[str, Any]]:
+    config = json.loads((entry.path / "config.json").read_text())["config"]
+    summary = entry.path / "summary.json"
+    return config, json.loads(summary.read_text()) if summary.exists() else {}
+
+
+def _numbers(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield f"{prefix}{name}", float(value)
+
+
+def _tensorboard(entry: RunEntry, folder: Path) -> None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise EngineError("tensorboard is not installed; install the extra rar-lib[trackers]") from None
+    config, summary = _stored(entry)
+    last = 0
+    with SummaryWriter(str(folder)) as writer:
+        for step, values in scalars(entry.metrics()):
+            last = step
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+        for name, value in _numbers(summary):
+            writer.add_scalar(f"summary/{name}", value, last)
+        writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
+        if summary:
+            writer.add_text("summary", f"```json\n{json.dumps(summary, indent=2)}\n```")
+
+
+def _wandb(entry: RunEntry, folder: Path) -> None:
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    try:
+        import wandb
+    except ImportError:
+        raise EngineError("wandb is not installed; install the extra rar-lib[trackers]") from None
+    config, summary = _stored(entry)
+    settings = wandb.Settings(
+        console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False
+    )
+    with wandb.init(
+        project="rar", id=entry.name, name=entry.name, group=entry.label, dir=folder, mode="offline", config=config, settings=settings,
+        tags=["rar", entry.state],
+    ) as run:  # fmt: skip
+        for step, values in scalars(entry.metrics()):
+            run.log(values, step=step)
+        run.summary.update({name: value for name, value in summary.items() if value is not None})
+
+
+TRACKERS: dict[str, Callable[[RunEntry, Path], None]] = {"tensorboard": _tensorboard, "wandb": _wandb}
