@@ -20,7 +20,7 @@ from rar_lib.metrics.mismatch import extreme_token_fraction, k3
 from rar_lib.planner import Planner
 from rar_lib.probe import _predicts_response
 from rar_lib.prompts import Prompts
-from rar_lib.runs.result import RunResult
+from rar_lib.runs.result import RunResult, label_of
 from rar_lib.tasks import Task
 from rar_lib.traces.trace import RouteTrace
 from tests.test_job import numbers, small
@@ -93,7 +93,7 @@ def test_labels_say_what_a_run_did(name: str) -> None:
 
     config = small(REMEDIES[name][0], *REMEDIES[name][1:])
     summary = summarise(config, "", pd.DataFrame({"reward/mean": [0.0]}), {})
-    assert RunResult(Path(), summary, pd.DataFrame(), pd.DataFrame(), []).label == LABELS.get(name, name)
+    assert label_of(summary) == LABELS.get(name, name)
 
 
 def test_a_run_that_diverges_says_so_and_ends(tmp_path: Path) -> None:

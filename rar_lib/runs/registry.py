@@ -175,9 +175,8 @@ def remove(paths: Sequence[Path], *, checkpoints_only: bool = False, dry: bool =
     entries = [inspect(path) for path in paths]
     for path, entry in zip(paths, entries, strict=True):
         if path.is_symlink() or not path.is_dir() or not is_run(path):
-            raise RunError(
-                f"{path}: expected a run folder, found {entry.note or 'another folder'}; nothing was removed"
-            )
+            told = entry.note if path.is_symlink() or not path.is_dir() else "another folder"
+            raise RunError(f"{path}: expected a run folder, found {told}; nothing was removed")
         if entry.state == "running":
             raise RunError(f"run folder {path}: {entry.note}; nothing was removed")
         if checkpoints_only and entry.state != "complete":

@@ -12,6 +12,7 @@ import base64
 import html
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,7 +130,7 @@ def read_comparison(sources: Sequence[str | Path], runs_dir: Path, baseline: str
         raise ConfigError("compare: expected at least one complete run\n" + "\n".join(left_out))
     found = [Setting(name, study, _baseline(study, baseline)) for name, study in settings]
     if baseline is not None and all(setting.baseline is None for setting in found):
-        there = dict.fromkeys(p for setting in found for p in setting.study.runs["policy"])
+        there = sorted({p for setting in found for p in setting.study.runs["policy"]})
         raise ConfigError(f"baseline: expected one of {', '.join(there)}; found {baseline!r}")
     return Comparison(found, tuple(left_out))
 
@@ -153,7 +154,7 @@ def _settings_of_runs(runs: Sequence[RunResult]) -> list[tuple[str, Study]]:
     for run, (policy, setting) in zip(runs, arms_of(runs), strict=True):
         groups.setdefault(setting, []).append((policy, run))
     found = []
-    for setting, members in groups.items():
+    for setting, members in sorted(groups.items(), key=lambda group: _in_order(group[0])):
         seen: dict[tuple[str, int], RunResult] = {}
         for policy, run in members:
             other = seen.setdefault((policy, run.summary["seed"]), run)
@@ -163,6 +164,12 @@ def _settings_of_runs(runs: Sequence[RunResult]) -> list[tuple[str, Study]]:
                 )
         found.append((setting, Study.of_runs(setting or "runs", [r for _, r in members], [p for p, _ in members])))
     return found
+
+
+def _in_order(setting: str) -> list[tuple[bool, float, str]]:
+    """Sorts numbers as numbers."""
+    values = [part.rpartition("=")[2] for part in setting.split(", ")]
+    return [(True, float(v), "") if re.fullmatch(r"[-+\d.e]+", v) else (False, 0.0, v) for v in values]
 
 
 def arms_of(runs: Sequence[RunResult]) -> list[tuple[str, str]]:

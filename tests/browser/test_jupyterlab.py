@@ -81,7 +81,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     }
     command = [
         sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0",
-        f"--ServerApp.root_dir={folder}", 
+        f"--ServerApp.root_dir={folder}",
         *(["--allow-root"] if os.geteuid() == 0 else []),
     ]  # fmt: skip
     log = (folder / "lab.log").open("w")

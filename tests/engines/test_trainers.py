@@ -229,3 +229,13 @@ def test_bf16_trainers_run(trainer: Any, checkpoint: Path, sampled: Sampled) -> 
 def test_parallel_sizes_are_refused_by_name(trainer: Any, checkpoint: Path) -> None:
     with pytest.raises(EngineError, match=r"\(2, 1, 1, 1\)"):
         build(trainer.name, checkpoint, "trainer.tensor_parallel=2")
+
+
+def test_a_backward_outside_of_megatrons_schedules_does_no_harm(checkpoint: Path, sampled: Sampled) -> None:
+    """It leaves the process-wide scale of auxiliary losses as a scalar, which the schedules cannot write their one element into."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    trainer = build("megatron", checkpoint)
+    before = trainer.logprobs(sampled.batch).logprobs
+    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+    assert torch.equal(trainer.logprobs(sampled.batch).logprobs, before)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rar_lib.metrics.seeds import against, holm, paired_t
+from rar_lib.metrics.seeds import against, holm, iqm, paired_t
 
 
 def test_paired_t_by_hand() -> None:
@@ -76,3 +76,33 @@ def test_equal_differences_have_no_spread_to_judge_by() -> None:
     assert moved.loc["noisy", "verdict"] == "does not differ"
     with pytest.raises(ValueError, match="expected policies beside 'none'"):
         against(table(none=[1, 2]), "x", "none")
+
+
+def test_the_interquartile_mean_by_hand() -> None:
+    assert iqm([8, 1, 7, 2, 6, 3, 5, 4]) == 4.5  # of 3, 4, 5, 6
+    assert iqm([100, 1, 2, 3]) == 2.5
+    assert iqm([1, 2, 6]) == 3  # a quarter of three runs is none
+    assert iqm([]) is None
+    with pytest.raises(ValueError, match="finite"):
+        iqm([1, float("nan")])
+
+
+def test_missing_seeds_are_dropped_with_their_pair_when_asked() -> None:
+    runs = table(none=[1, 2, 3, 4], other=[2, 3.5, 3.5, 9])
+    runs = runs[~((runs["policy"] == "other") & (runs["seed"] == 3))]
+    with pytest.raises(ValueError, match="every seed"):
+        against(runs, "x", "none")
+    (row,) = against(runs, "x", "none", missing="drop").to_dict("records")
+    assert (row["n"], row["difference"]) == (3, 1.0)  # 1, 1.5, 0.5
+    assert row["mean"] == 3.0
+    one = runs[~((runs["policy"] == "other") & (runs["seed"] > 0))]
+    (row,) = against(one, "x", "none", missing="drop").to_dict("records")
+    assert (row["n"], row["verdict"]) == (1, "cannot be told")
+    alone = pd.concat([table(none=[1, 2]), table(other=[5, 6]).assign(seed=[7, 8])])
+    (row,) = against(alone, "x", "none", missing="drop").to_dict("records")
+    assert (row["n"], row["verdict"], row["difference"]) == (0, "cannot be told", None)
+    zero = table(none=[1, 2, 4], other=[0, 4, 8])
+    (row,) = against(zero, "x", "none", log=True, missing="drop").to_dict("records")
+    assert (row["n"], row["difference"]) == (2, pytest.approx(np.log(2)))
+    with pytest.raises(ValueError, match="expected 'none' among the policies"):
+        against(table(a=[1], b=[2]), "x", "none", missing="drop")

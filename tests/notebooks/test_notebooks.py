@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pandas as pd
 import pytest
 
 from rar_lib.config import FLAT_NAMES
+from tests.notebooks.execute import STATE, normalise
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -94,6 +96,7 @@ OWN_PARAMETERS = {
     "04_budget_frontier": {"rollouts", "budgets", "runs_dir", "out_dir"},
     "05_routing_shift": {"runs_dir", "out_dir"},
     "07_policies": {"runs_dir", "out_dir"},
+    "08_compare_runs": {"sources", "baseline", "runs_dir", "out_dir"},
     "06_route_doctor": {
         "dump",
         "format",
@@ -117,14 +120,16 @@ def test_parameters_are_names_of_the_config(path: Path) -> None:
     assert names - set(FLAT_NAMES) == OWN_PARAMETERS[path.stem]
 
 
+SMALL = {"engine": "real", "steps": 2, "checkpoint_every": 1, "prompts_per_step": 16, "group_size": 4}
+
+
 def smoke(name: str, folder: Path, parameters: dict[str, Any]) -> Any:
     """A notebook through papermill on the real engines at the smallest size that shows something."""
     import papermill
 
     out = folder / name
     out.mkdir()
-    small = {"engine": "real", "steps": 2, "checkpoint_every": 1, "prompts_per_step": 16, "group_size": 4}
-    given = small | parameters | {"runs_dir": str(folder), "out_dir": str(out)}
+    given = SMALL | parameters | {"runs_dir": str(folder), "out_dir": str(out)}
     given = {name: value for name, value in given.items() if value is not None}
     source = ROOT / "notebooks" / f"{name}.ipynb"
     papermill.execute_notebook(source, out / "done.ipynb", given, progress_bar=False, kernel_name="python3")
@@ -162,7 +167,10 @@ def test_routing_shift_through_papermill(tmp_path: Path) -> None:
 
 
 def test_policies_through_papermill_on_the_real_engines(tmp_path: Path) -> None:
-    done = smoke("07_policies", tmp_path, {"eval_prompts": 16, "eval_every": 1, "corrections": "tis"})
+    done = smoke(
+        "07_policies", tmp_path,
+        {"routes": "margin", "budget": "0.25", "eval_prompts": 16, "eval_every": 1, "corrections": "tis"},
+    )  # fmt: skip
     assert images(done) == 5
     assert "margin+tis 0.25 on vllm + megatron, 2 steps" in printed(done)
     served = pd.read_csv(tmp_path / "07_policies" / "served.csv", dtype=str)
@@ -170,6 +178,54 @@ def test_policies_through_papermill_on_the_real_engines(tmp_path: Path) -> None:
     inside = pd.read_csv(tmp_path / "07_policies" / "replay.csv", index_col="number", dtype=str)
     assert inside.loc["executed = resolved"].tolist() == ["1.0000"] * 3
     assert inside.loc["nominal share", "mean"] == "0.2500"
+
+
+def test_comparison_through_papermill(tmp_path: Path) -> None:
+    done = smoke("08_compare_runs", tmp_path, {**dict.fromkeys(SMALL), "sources": "real staleness"})
+    assert images(done) == 3 + 4 * 3
+    assert "63 runs in 5 settings" in printed(done)
+    assert (tmp_path / "08_compare_runs" / "compare.html").stat().st_size > 100_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_committed_notebooks_are_normal(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert normalise(deepcopy(notebook)) == notebook
+
+
+def test_normalising_keeps_results_and_drops_what_passes() -> None:
+    new = nbformat.v4
+    view = "application/vnd.jupyter.widget-view+json"
+
+    def shows(model: str) -> Any:
+        return new.new_output("display_data", {view: {"model_id": model}, "text/plain": model})
+
+    outputs = [
+        new.new_output("stream", name="stderr", text="warning"), new.new_output("stream", name="stdout", text="a"),
+        shows("bar"), shows("lost"), new.new_output("stream", name="stdout", text="b"), shows("box"),
+        new.new_output("execute_result", {"text/plain": "3"}, execution_count=1, metadata={"took": 3}),
+    ]  # fmt: skip
+    cell = new.new_code_cell(
+        "x", execution_count=1, outputs=outputs, metadata={"tags": ["t"], "execution": {"iopub.status.busy": "then"}}
+    )
+    states = {
+        "bar": {"model_name": "HBoxModel", "state": {"children": ["IPY_MODEL_progress"]}},
+        "progress": {"model_name": "FloatProgressModel", "state": {}},
+        "box": {"model_name": "VBoxModel", "state": {"children": ["IPY_MODEL_slider"]}},
+        "slider": {"model_name": "IntSliderModel", "state": {}},
+    }
+    notebook = new.new_notebook(
+        cells=[cell],
+        metadata={"widgets": {STATE: {"state": states}}, "language_info": {"name": "python", "version": "3.0"}},
+    )
+    done = normalise(notebook)
+    (cell,) = done.cells
+    assert cell.metadata == {"tags": ["t"]}
+    assert [o.get("text") or o["data"]["text/plain"] for o in cell.outputs] == ["ab", "box", "3"]
+    assert cell.outputs[2].metadata == {}
+    assert "version" not in done.metadata.language_info
+    assert set(done.metadata.widgets[STATE]["state"]) == {"box", "slider"}
+    assert normalise(deepcopy(done)) == done
 
 
 def images(notebook: Any) -> int:
