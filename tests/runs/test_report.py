@@ -144,7 +144,7 @@ def test_a_sweep_is_read_with_what_it_lacks(folder: Path) -> None:
         assert sum(len(s.study.runs) for s in found.settings) == len(runs)
         assert found.left_out == ("p98: failed: the kernel died", "p99: left")
     (folder / "sweeps" / "night" / "status.json").write_text("{}")
-    with pytest.raises(ConfigError, match="status.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"status.json cannot be read"):
         report.read_comparison(["night"], folder)
 
 
