@@ -299,7 +299,8 @@ class _Builder:
     """Makes points; what is slow to find out is found out once."""
 
     def __init__(self, notebook: Path, names: frozenset[str]) -> None:
-        self._notebook, self._code, self._flat = notebook, _digest_code(notebook), names & set(FLAT_NAMES)
+        self._notebook, self._code = notebook, _digest_code(notebook)
+        self._flat = names & set(FLAT_NAMES) if "engine" in names else frozenset[str]()  # it runs jobs, or it does not
         self._seen: dict[str, Any] = {}
 
     def point(self, arm: str | None, axes: dict[str, Any], parameters: dict[str, Any]) -> Point:

@@ -210,7 +210,7 @@ class _Line:
         self._name, self._sweep, self._left, self._all = name, sweep, left, left
         self._begun, self._running = time.monotonic(), 0
         self._bar = tqdm(total=len(sweep.points), initial=len(sweep.points) - left, desc=name, unit="point",
-                         disable=not sys.stderr.isatty(), bar_format="{desc}: {bar:20} {postfix}")  # fmt: skip
+                         disable=not sys.stderr.isatty(), bar_format="{desc} |{bar:20}| {n_fmt}/{total_fmt}{postfix}")  # fmt: skip
         self._show()
 
     def __enter__(self) -> _Line:
@@ -227,7 +227,7 @@ class _Line:
     def ended(self, record: Record) -> None:
         """A point ended."""
         self._left, self._running = self._left - 1, max(0, self._running - 1)
-        self._bar.update()
+        self._bar.n += 1
         if record.state == "failed":
             self._bar.clear()
             logger.warning("%s failed: %s", record.id, record.cause)

@@ -10,7 +10,7 @@ import pytest
 
 import rar_lib
 from rar_lib.errors import ConfigError
-from rar_lib.runs.grid import Grid, parameters_of, points_of
+from rar_lib.runs.grid import NOTEBOOKS, Grid, parameters_of, points_of
 from tests.runs.notebooks import JOB, PARAMETERS, write_grid, write_notebook
 
 
@@ -193,6 +193,14 @@ def test_the_parameters_of_a_notebook(light: str, tmp_path: Path) -> None:
     (tmp_path / "none.ipynb").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="one cell tagged 'parameters', found 0"):
         parameters_of(tmp_path / "none.ipynb")
+
+
+def test_the_grid_that_ships_is_sound() -> None:
+    found = points_of(Grid.from_file(NOTEBOOKS.parent / "data" / "grids" / "night.yaml"))
+    assert len(found) == 20
+    assert {(p.arm, p.label) for p in found} == {
+        ("none", "none"), ("R2", "R2"), ("R3", "R3"), ("margin", "margin 0.25"), ("swap", "swap 0.05"),
+    }  # fmt: skip
 
 
 def test_every_shipped_notebook_has_parameters_that_a_grid_can_set() -> None:
