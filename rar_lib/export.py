@@ -20,6 +20,8 @@ import pandas as pd
 from rar_lib.errors import ConfigError, EngineError, RunError
 from rar_lib.runs.registry import RunEntry, inspect
 
+Write = Callable[[RunEntry, Path], None]
+
 
 def export(runs: Sequence[Path], to: str, out: Path) -> list[Path]:
     """Write runs for a tracker; returns a folder a run.
@@ -42,13 +44,25 @@ def export(runs: Sequence[Path], to: str, out: Path) -> list[Path]:
             raise RunError(f"run folder {entry.path}: {entry.state}: {entry.note}")
         if entry.done == 0:
             raise RunError(f"run folder {entry.path}: no step yet")
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names):
+        raise RunError(
+            f"runs: expected each name once, found {', '.join(sorted({n for n in names if names.count(n) > 1}))} twice"
+        )
+    write = TRACKERS[to]()
     folders = []
     for entry in entries:
         folder = out / to / entry.name
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        TRACKERS[to](entry, folder)
+        partial = folder.with_name(f"{folder.name}.partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write(entry, partial)
+            if folder.exists():
+                shutil.rmtree(folder)
+            partial.rename(folder)
+        except OSError as error:
+            raise RunError(f"export {folder}: {error.strerror or error}") from None
         folders.append(folder)
     return folders
 
@@ -74,42 +88,50 @@ def _numbers(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, f
             yield f"{prefix}{name}", float(value)
 
 
-def _tensorboard(entry: RunEntry, folder: Path) -> None:
+def _tensorboard() -> Write:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise EngineError("tensorboard is not installed; install the extra rar-lib[trackers]") from None
-    config, summary = _stored(entry)
-    last = 0
-    with SummaryWriter(str(folder)) as writer:
-        for step, values in scalars(entry.metrics()):
-            last = step
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-        for name, value in _numbers(summary):
-            writer.add_scalar(f"summary/{name}", value, last)
-        writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
-        if summary:
-            writer.add_text("summary", f"```json\n{json.dumps(summary, indent=2)}\n```")
+
+    def write(entry: RunEntry, folder: Path) -> None:
+        config, summary = _stored(entry)
+        last = 0
+        with SummaryWriter(str(folder)) as writer:
+            for step, values in scalars(entry.metrics()):
+                last = step
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step)
+            for name, value in _numbers(summary):
+                writer.add_scalar(f"summary/{name}", value, last)
+            writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
+            if summary:
+                writer.add_text("summary", f"```json\n{json.dumps(summary, indent=2)}\n```")
+
+    return write
 
 
-def _wandb(entry: RunEntry, folder: Path) -> None:
+def _wandb() -> Write:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     try:
         import wandb
     except ImportError:
         raise EngineError("wandb is not installed; install the extra rar-lib[trackers]") from None
-    config, summary = _stored(entry)
     settings = wandb.Settings(
         console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False
     )
-    with wandb.init(
-        project="rar", id=entry.name, name=entry.name, group=entry.label, dir=folder, mode="offline", config=config, settings=settings,
-        tags=["rar", entry.state],
-    ) as run:  # fmt: skip
-        for step, values in scalars(entry.metrics()):
-            run.log(values, step=step)
-        run.summary.update({name: value for name, value in summary.items() if value is not None})
+
+    def write(entry: RunEntry, folder: Path) -> None:
+        config, summary = _stored(entry)
+        with wandb.init(
+            project="rar", id=entry.name, name=entry.name, group=entry.label, dir=folder, mode="offline", config=config,
+            settings=settings, tags=["rar", entry.state],
+        ) as run:  # fmt: skip
+            for step, values in scalars(entry.metrics()):
+                run.log(values, step=step)
+            run.summary.update({name: value for name, value in summary.items() if value is not None})
+
+    return write
 
 
-TRACKERS: dict[str, Callable[[RunEntry, Path], None]] = {"tensorboard": _tensorboard, "wandb": _wandb}
+TRACKERS: dict[str, Callable[[], Write]] = {"tensorboard": _tensorboard, "wandb": _wandb}

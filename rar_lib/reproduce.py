@@ -9,7 +9,6 @@ promises it for a GPU.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,9 +25,9 @@ from rar_lib.errors import RunError
 from rar_lib.job import run_job
 from rar_lib.progress import Style
 from rar_lib.runs.files import read_table
-from rar_lib.runs.registry import inspect
+from rar_lib.runs.registry import inspect, remove
 from rar_lib.runs.result import RunResult
-from rar_lib.runs.store import RunStore
+from rar_lib.runs.store import run_id
 from rar_lib.tasks import Task
 
 
@@ -113,11 +112,11 @@ def reproduce(run: Path, out: Path, session: EngineSession | None = None, *, sho
     moved = [name for name, digest in digests.items() if stored["digests"].get(name) != digest]
     if moved:
         raise RunError(f"run folder {run}: its {' and '.join(moved)} changed since; it cannot be run again")
-    again = RunStore(out, config, digests)
-    if again.path.resolve() == run.resolve():
+    again = out / run_id(config, digests)
+    if again.resolve() == run.resolve():
         raise RunError(f"run folder {run}: it would be run again in its own place; choose another folder")
-    with again.held():
-        shutil.rmtree(again.path)
+    if again.exists() or again.is_symlink():
+        remove([again])
     done = run_job(config, session, runs_dir=out, show=show)
     return compare(run, done.path)
 
@@ -136,12 +135,17 @@ def compare(run: Path, again: Path) -> Reproduction:
         "replay.jsonl": (_records(first), _records(second)),
         "summary.json": (_timeless(first.summary), _timeless(second.summary)),
     }
+    last = _last(run)
+    if last:  # what planners keep from batch to batch; its tables are those above
+        pairs[f"{last}/state.json"] = tuple(
+            {"planner": _json(p / last / "state.json").get("planner")} for p in (run, again)
+        )  # type: ignore[assignment]
     for name, (a, b) in pairs.items():
         count, differences = _trees(name, a, b)
         compared, found = compared + count, found + differences
     for count, differences in _tensors(run, again):
         compared, found = compared + count, found + differences
-    then, now = (json.loads((p / "environment.json").read_text()) for p in (run, again))
+    then, now = (_json(p / "environment.json") for p in (run, again))
     flat = [{f"{k}": v for k, v in _leaves(e)} for e in (then, now)]
     names = list(dict.fromkeys([*flat[0], *flat[1]]))
     moved = [(n, str(flat[0].get(n)), str(flat[1].get(n))) for n in names if flat[0].get(n) != flat[1].get(n)]
@@ -219,8 +223,8 @@ def _tensors(run: Path, again: Path) -> Iterator[tuple[int, list[Difference]]]:
             found, count = [], 0
             for name in dict.fromkeys([*left, *right]):
                 x, y = left.get(name), right.get(name)
-                if x is None or y is None or x.shape != y.shape:
-                    shapes = ["absent" if v is None else str(tuple(v.shape)) for v in (x, y)]
+                if x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
+                    shapes = ["absent" if v is None else f"{v.dtype} {tuple(v.shape)}" for v in (x, y)]
                     found.append(Difference(where, name, None, shapes[0], shapes[1], None))
                     continue
                 count += x.numel()
@@ -233,5 +237,9 @@ def _tensors(run: Path, again: Path) -> Iterator[tuple[int, list[Difference]]]:
 
 
 def _last(run: Path) -> str:
-    last = max((run / "checkpoints").glob("step-*"), default=None)
+    last = max((p for p in (run / "checkpoints").glob("step-*") if p.suffix != ".partial"), default=None)
     return f"checkpoints/{last.name}" if last else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}

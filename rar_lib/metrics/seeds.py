@@ -107,7 +107,7 @@ def against(
             rows.append(
                 {
                     "policy": policy,
-                    "mean": wide[policy].mean(),
+                    "mean": table.loc[table["policy"] == policy, value].mean(),
                     **paired_t(*(shown.loc[both[policy], p].tolist() for p in (policy, baseline))),
                 }
             )

@@ -217,6 +217,9 @@ def study_figures(
     def kl() -> Drawn:
         _require_one_setting(study)
         table = study.runs.rename(columns={"k3_rollout_old": "value"})[["policy", "seed", "value"]]
+        table = table[table["value"] > 0]  # nothing else has a place on a logarithmic axis
+        if table.empty:
+            raise ConfigError(f"study {study.name}: k3 of every run is 0 or absent")
         floors = study.runs[["noise_floor_rollout", "noise_floor_trainer"]].to_numpy(float)
         floor = float(np.nanmax(floors)) if np.isfinite(floors).any() else None
         return kl_by_policy(table, noise_floor=floor, **size), table.assign(noise_floor=floor)

@@ -111,8 +111,10 @@ def holder(folder: Path) -> str | None:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files under a folder; links are not followed."""
+    """Bytes of the files under a folder; links are not followed, and a link to a folder has none."""
     total = 0
+    if folder.is_symlink():
+        return 0
     for root, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):  # a file may be renamed meanwhile

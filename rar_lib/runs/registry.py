@@ -7,6 +7,7 @@ file of a run is replaced whole.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -63,13 +64,28 @@ class RunEntry:
         return self.path.name
 
     def metrics(self) -> pd.DataFrame:
-        """The table of steps so far, also while the run goes on."""
-        return read_table(self.path / "metrics.parquet")
+        """The table of steps so far, also while the run goes on.
+
+        Raises:
+            RunError: if it cannot be read, or the folder is a link.
+        """
+        if self.path.is_symlink():
+            raise RunError(f"run folder {self.path}: {self.note}")
+        try:
+            return read_table(self.path / "metrics.parquet")
+        except (OSError, ValueError) as error:  # pyarrow's errors are among them
+            raise RunError(f"run folder {self.path}: metrics.parquet cannot be read: {error}") from None
 
 
 def is_run(path: Path) -> bool:
-    """A folder, or a link, that has a run's name or a run's config."""
-    return bool(NAME.fullmatch(path.name)) or (path / "config.json").is_file()
+    """A folder, or a link, that has a run's name or a run's config.json."""
+    if NAME.fullmatch(path.name):
+        return True
+    try:
+        stored = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(stored, dict) and {"config", "computed", "digests"} <= set(stored)
 
 
 def find(runs_dir: Path) -> list[RunEntry]:
@@ -88,7 +104,7 @@ def inspect(path: Path) -> RunEntry:
     if path.is_symlink():
         return RunEntry(path, "foreign", f"a link to {path.readlink()}, which is not followed")
     if not path.is_dir():
-        return RunEntry(path, "foreign", "a file")
+        return RunEntry(path, "foreign", "a file" if path.exists() else "not there")
     size, held = size_of(path), holder(path)
     stored = path / "config.json"
     if not stored.exists():
@@ -99,25 +115,35 @@ def inspect(path: Path) -> RunEntry:
             return RunEntry(path, "interrupted", "before its first step", size=size)
         return RunEntry(path, "broken", "no config.json", size=size)
     try:
-        config = json.loads(stored.read_text())
-        known = _known(path, config)
-        metrics = read_table(path / "metrics.parquet")
-        summary = RunResult.read(path).summary if (path / "summary.json").exists() else None
+        return _read(path, json.loads(stored.read_text()), held, size)
     except RarError as error:
         return RunEntry(path, "broken", str(error).removeprefix(f"run folder {path}: "), size=size)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # pyarrow's and json's errors are among them
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # pyarrow's and json's errors are among them
         return RunEntry(path, "broken", f"{type(error).__name__}: {error}", size=size)
+
+
+def _read(path: Path, config: Any, held: str | None, size: int) -> RunEntry:
+    known = _known(path, config)
+    metrics = read_table(path / "metrics.parquet")
+    summary = RunResult.read(path).summary if (path / "summary.json").exists() else None
     wrong = _foreign(path, config)
     if wrong:
         return RunEntry(path, "foreign", wrong, size=size)
     last: Any = {} if metrics.empty else metrics.iloc[-1]
+    written = (p for p in map(path.joinpath, ("config.json", "metrics.parquet", "summary.json")) if p.exists())
     known |= {
         "size": size,
         "done": len(metrics),
         "reward": _float(last.get("reward/mean")),
         "k3": _float(last.get("mismatch/rollout_old/k3")),
-        "modified": max(p.stat().st_mtime for p in (stored, path / "metrics.parquet", path / "summary.json") if p.exists()),
-    }  # fmt: skip
+        "modified": max(p.stat().st_mtime for p in written),
+    }
     if summary is not None:
         return RunEntry(path, "complete", f"diverged: {summary['diverged']}" if summary["diverged"] else "", **known)
     return RunEntry(path, "running" if held else "interrupted", f"held by process {held}" if held else "", **known)
@@ -144,50 +170,59 @@ def _float(value: Any) -> float | None:
 
 
 def resolve(name: str, runs_dir: Path) -> Path:
-    """The folder of a run that is given by its path, its name, or the beginning or end of its name.
+    """The folder of a run that is given by its path, its name, or the beginning or end of its name; absolute, the last part not followed.
 
     Raises:
         RunError: if nothing, or more than one run, is called so.
     """
+    if not name.strip():
+        raise RunError("run: expected a folder, a name, or the beginning or end of a name; found an empty text")
     given = Path(name)
+    given = given if given.name not in ("", "..") else given.resolve()
     if given.is_dir() and (is_run(given) or given.is_symlink()):
-        return given.parent.resolve() / given.name if given.name not in ("", ".", "..") else given.resolve()
+        return given.parent.resolve() / given.name
     names = [p for p in sorted(runs_dir.iterdir()) if is_run(p)] if runs_dir.is_dir() else []
     exact = [p for p in names if p.name == name]
-    found = exact or [p for p in names if p.name.startswith(name) or (name and p.name.endswith(name))]
+    found = exact or [p for p in names if p.name.startswith(name) or p.name.endswith(name)]
     if len(found) != 1:
         told = ", ".join(p.name for p in found[:5]) + (", ..." if len(found) > 5 else "")
         raise RunError(f"run {name!r}: expected one run in {runs_dir}, found {told or 'none'}")
-    return found[0]
+    return found[0].parent.resolve() / found[0].name
 
 
 def remove(paths: Sequence[Path], *, checkpoints_only: bool = False, dry: bool = False) -> int:
     """Remove run folders, or only the trainer states of complete ones. Returns the bytes that become free.
 
     Args:
-        paths: run folders.
+        paths: run folders; one that is given twice counts once.
         checkpoints_only: keep everything but the trainer states.
         dry: remove nothing.
 
     Raises:
         RunError: before anything is removed, if one is a link, not a run, held by a process, or (checkpoints_only) not complete.
     """
-    entries = [inspect(path) for path in paths]
-    for path, entry in zip(paths, entries, strict=True):
-        if path.is_symlink() or not path.is_dir() or not is_run(path):
-            told = entry.note if path.is_symlink() or not path.is_dir() else "another folder"
-            raise RunError(f"{path}: expected a run folder, found {told}; nothing was removed")
-        if entry.state == "running":
-            raise RunError(f"run folder {path}: {entry.note}; nothing was removed")
-        if checkpoints_only and entry.state != "complete":
-            raise RunError(
-                f"run folder {path}: {entry.state}, so it needs its checkpoints to continue; nothing was removed"
-            )
-    parts = [path / "checkpoints" if checkpoints_only else path for path in paths]
-    freed = sum(size_of(part) for part in parts)
-    for path, part in zip(paths, parts, strict=True) if not dry else ():
-        with locked(path, "run folder"):
-            shutil.rmtree(part, ignore_errors=checkpoints_only)
+    paths = list(dict.fromkeys(path.parent.resolve() / path.name for path in paths))
+    with contextlib.ExitStack() as held:
+        for path in paths:
+            if path.is_symlink() or not path.is_dir() or not is_run(path):
+                told = inspect(path).note if path.is_symlink() or not path.is_dir() else "another folder"
+                raise RunError(f"{path}: expected a run folder, found {told}; nothing was removed")
+            try:
+                held.enter_context(locked(path, "run folder"))
+            except (RunError, OSError) as error:
+                raise RunError(f"{error}; nothing was removed") from None
+            part = path / "checkpoints"
+            if checkpoints_only and (part.is_symlink() or not (path / "summary.json").is_file()):
+                what = "a link" if part.is_symlink() else "an incomplete run, which needs its checkpoints to continue"
+                raise RunError(f"run folder {path}: {what}; nothing was removed")
+        parts = [path / "checkpoints" if checkpoints_only else path for path in paths]
+        freed = sum(size_of(part) for part in parts)
+        for part in parts if not dry else ():
+            if part.exists():
+                try:
+                    shutil.rmtree(part)
+                except OSError as error:
+                    raise RunError(f"{part}: {error.strerror or error}; it is removed in part") from None
     return freed
 
 
@@ -202,17 +237,18 @@ def details(entry: RunEntry) -> dict[str, Any]:
     What is not there, or cannot be read, is None.
     """
 
-    def read(name: str) -> Any:
+    def read(name: str) -> dict[str, Any] | None:
         try:
-            return json.loads((entry.path / name).read_text())
+            found = json.loads((entry.path / name).read_text()) if not entry.path.is_symlink() else None
         except (OSError, ValueError):
             return None
+        return found if isinstance(found, dict) else None
 
     stored = read("config.json")
     parts = {p.name: size_of(p) if p.is_dir() else p.lstat().st_size for p in _inside(entry.path)}
     return {
-        "computed": stored.get("computed") if isinstance(stored, dict) else None,
-        "digests": stored.get("digests") if isinstance(stored, dict) else None,
+        "computed": stored.get("computed") if stored else None,
+        "digests": stored.get("digests") if stored else None,
         "summary": read("summary.json"),
         "environment": read("environment.json"),
         "bytes": parts,

@@ -12,7 +12,6 @@ import base64
 import html
 import io
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from rar_lib.checkpoint import DATA_DIR
-from rar_lib.errors import ConfigError
+from rar_lib.config import JobConfig
+from rar_lib.errors import ConfigError, RunError
 from rar_lib.figures.style import alt_text, save_figure
 from rar_lib.metrics.seeds import iqm
 from rar_lib.runs.figure_set import study_figures
@@ -35,13 +35,8 @@ from rar_lib.runs.studies import QUANTITIES, Study, comparison, values_of
 STUDIES = DATA_DIR / "studies"
 OF_THE_POLICY = ("router_replay.", "algorithm.objective", "algorithm.anchor", "algorithm.corrections", "algorithm.freeze_router",
                  "algorithm.clip_")  # fmt: skip
-UNTOLD = (
-    "seed",
-    "checkpoint_every",
-    "diagnostics.",
-    "evaluation.",
-    "model.path",
-)  # differences that are none of what is computed
+UNTOLD = ("seed", "checkpoint_every", "diagnostics.", "evaluation.every", "model.path")  # not of what is compared
+AT_THE_END = ("evaluation_last", "k3_rollout_old", "extreme_fraction_tau2", "ratio_max", "grad_norm")
 FORMS = {"reward": ".3f", "evaluation_last": ".3f", "k3_rollout_old": ".2e", "extreme_fraction_tau2": ".1e", "ratio_max": ".1f",
          "grad_norm": ".2f"}  # fmt: skip
 
@@ -61,13 +56,16 @@ class Setting:
     baseline: str | None
 
     def values(self) -> pd.DataFrame:
-        """A row a run, the baseline first: policy, seed, run, final, best, best_step, collapsed_at, diverged and the other QUANTITIES."""
+        """A row a run, the baseline first: policy, seed, run, best, best_step, lowest, collapsed_at, diverged and the QUANTITIES, `reward`
+        the final one."""
         steps = self.study.steps
         rewards = steps[["policy", "seed", "step", "reward/mean"]].dropna()
+        lowest = rewards.groupby(["policy", "seed"])["reward/mean"].min().rename("lowest").reset_index()
         top = rewards.loc[rewards.groupby(["policy", "seed"], sort=False)["reward/mean"].idxmax()]
         top = top.set_axis(["policy", "seed", "best_step", "best"], axis=1)
         runs = self.study.runs[["policy", "seed", "run", "steps", "collapsed_at", "diverged"]]
         table = runs.merge(values_of(self.study), on=["policy", "seed"]).merge(top, on=["policy", "seed"], how="left")
+        table = table.merge(lowest, on=["policy", "seed"], how="left")
         order = list(dict.fromkeys([*([self.baseline] if self.baseline else []), *table["policy"]]))
         return table.sort_values(
             ["policy", "seed"], key=lambda c: c.map(order.index) if c.name == "policy" else c, ignore_index=True
@@ -81,10 +79,22 @@ class Comparison:
     Attributes:
         settings: each with its runs.
         left_out: what of the sources is not compared, with the reason.
+
+    Raises:
+        ConfigError: for a setting that has a policy and seed twice.
     """
 
     settings: Sequence[Setting]
     left_out: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for setting in self.settings:
+            twice = setting.study.runs[setting.study.runs.duplicated(["policy", "seed"])]
+            if len(twice):
+                policy, seed = twice.iloc[0][["policy", "seed"]]
+                raise ConfigError(
+                    f"{setting.name or 'runs'}: expected every policy and seed once, found {policy}, seed {seed} twice"
+                )
 
 
 # ---------------------------------------------------------------- reading
@@ -103,19 +113,20 @@ def read_comparison(sources: Sequence[str | Path], runs_dir: Path, baseline: str
         RunError: for a run or sweep that cannot be read.
     """
     folders: dict[Path, None] = {}
-    studies: list[Study] = []
+    studies: dict[Path, Study] = {}
     left_out: list[str] = []
     for source in sources:
-        path = Path(source)
-        study = next((p for p in (path, STUDIES / str(source)) if (p / "steps.parquet").is_file()), None)
+        study, sweep = _found(source, STUDIES, "steps.parquet"), _found(source, runs_dir / "sweeps", "status.json")
+        if study is not None and sweep is not None:
+            raise ConfigError(
+                f"{source}: expected one thing of that name, found a study and a sweep; give the folder: {study} or {sweep}"
+            )
         if study is not None:
-            studies.append(Study.read(study))
-            continue
-        sweep = next((p for p in (path, runs_dir / "sweeps" / str(source)) if (p / "status.json").is_file()), None)
-        if sweep is not None:
+            studies[study] = Study.read(study)
+        elif sweep is not None:
             names, untold = _of_sweep(sweep)
             left_out += untold
-            folders |= dict.fromkeys((sweep.parent.parent / name).resolve() for name in names)
+            folders |= dict.fromkeys(sweep.parent.parent / name for name in names)
         else:
             folders[resolve(str(source), runs_dir)] = None
     runs = []
@@ -125,14 +136,29 @@ def read_comparison(sources: Sequence[str | Path], runs_dir: Path, baseline: str
             runs.append(RunResult.read(folder))
         else:
             left_out.append(f"{folder.name}: {entry.state}" + (f", {entry.note}" if entry.note else ""))
-    settings = [*_settings_of_runs(runs), *(part for study in studies for part in _settings_of_study(study))]
+    settings = [*_settings_of_runs(runs), *(part for study in studies.values() for part in _settings_of_study(study))]
     if not settings:
         raise ConfigError("compare: expected at least one complete run\n" + "\n".join(left_out))
-    found = [Setting(name, study, _baseline(study, baseline)) for name, study in settings]
+    found = [Setting(name, _judged(study), _baseline(study, baseline)) for name, study in settings]
     if baseline is not None and all(setting.baseline is None for setting in found):
         there = sorted({p for setting in found for p in setting.study.runs["policy"]})
         raise ConfigError(f"baseline: expected one of {', '.join(there)}; found {baseline!r}")
     return Comparison(found, tuple(left_out))
+
+
+def _found(source: str | Path, folder: Path, file: str) -> Path | None:
+    """A folder with that file: given by its path, else by its name among those of `folder`."""
+    given = Path(source)
+    named = folder / given if len(given.parts) == 1 and given.name not in ("", "..") else None
+    return next((p.resolve() for p in (given, named) if p is not None and (p / file).is_file()), None)
+
+
+def _judged(study: Study) -> Study:
+    """Without the end of what diverged: its weights were pushed before that, and its means are over other steps than those of the others."""
+    runs = study.runs.copy()
+    gone = runs["diverged"].notna()
+    runs[list(AT_THE_END)] = runs[list(AT_THE_END)].astype(float).mask(gone)
+    return Study(study.name, runs, study.steps)
 
 
 def _of_sweep(folder: Path) -> tuple[list[str], list[str]]:
@@ -150,11 +176,12 @@ def _of_sweep(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _settings_of_runs(runs: Sequence[RunResult]) -> list[tuple[str, Study]]:
-    groups: dict[str, list[tuple[str, RunResult]]] = {}
-    for run, (policy, setting) in zip(runs, arms_of(runs), strict=True):
-        groups.setdefault(setting, []).append((policy, run))
+    groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, RunResult]]] = {}
+    for run, (policy, values) in zip(runs, arms_of(runs), strict=True):
+        groups.setdefault(values, []).append((policy, run))
     found = []
-    for setting, members in sorted(groups.items(), key=lambda group: _in_order(group[0])):
+    for values, members in sorted(groups.items(), key=lambda group: [_in_order(v) for _, v in group[0]]):
+        setting = ", ".join(f"{name}={_plain(value)}" for name, value in values)
         seen: dict[tuple[str, int], RunResult] = {}
         for policy, run in members:
             other = seen.setdefault((policy, run.summary["seed"]), run)
@@ -166,15 +193,15 @@ def _settings_of_runs(runs: Sequence[RunResult]) -> list[tuple[str, Study]]:
     return found
 
 
-def _in_order(setting: str) -> list[tuple[bool, float, str]]:
-    """Sorts numbers as numbers."""
-    values = [part.rpartition("=")[2] for part in setting.split(", ")]
-    return [(True, float(v), "") if re.fullmatch(r"[-+\d.e]+", v) else (False, 0.0, v) for v in values]
+def _in_order(value: Any) -> tuple[bool, float, str]:
+    """Sorts numbers as numbers, before all else."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return (False, float(value), "") if number else (True, 0.0, str(value))
 
 
-def arms_of(runs: Sequence[RunResult]) -> list[tuple[str, str]]:
-    """(policy, setting) of every run, as short as they may be to tell all runs of one seed apart."""
-    flat = [dict(_leaves(run.config)) | {"checkpoint": _digest(run)} for run in runs]
+def arms_of(runs: Sequence[RunResult]) -> list[tuple[str, tuple[tuple[str, Any], ...]]]:
+    """(policy, what sets its setting apart) of every run, as short as they may be to tell all runs of one seed apart."""
+    flat = [_computed(run) for run in runs]
     varying = {key for key in {k for f in flat for k in f} if len({json.dumps(f.get(key)) for f in flat}) > 1}
     varying = {key for key in varying if not key.startswith(UNTOLD)}
     settings = sorted(key for key in varying if not key.startswith(OF_THE_POLICY))
@@ -189,10 +216,26 @@ def arms_of(runs: Sequence[RunResult]) -> list[tuple[str, str]]:
         own = sorted(
             key for key in varying if key.startswith(OF_THE_POLICY) and len({json.dumps(f.get(key)) for f in alike}) > 1
         )
-        policy = " ".join([name, *(f"{key.rpartition('.')[2]}={_plain(values.get(key))}" for key in own)])
-        setting = ", ".join(f"{key.rpartition('.')[2]}={_plain(values.get(key))}" for key in settings)
-        found.append((policy, setting))
+        policy = " ".join([name, *(f"{_short(key, own)}={_plain(values.get(key))}" for key in own)])
+        found.append((policy, tuple((_short(key, settings), values.get(key)) for key in settings)))
     return found
+
+
+def _computed(run: RunResult) -> dict[str, Any]:
+    """What a run computes, flat, with today's defaults for settings that came later; how replay is switched off does not count."""
+    values = dict(_leaves(JobConfig.build(run.config).resolved()))
+    if run.arm == "none":
+        values = {key: value for key, value in values.items() if not key.startswith("router_replay.")}
+    stored = json.loads((run.path / "config.json").read_text())
+    digests = {name: str(digest)[:8] for name, digest in stored["digests"].items()}
+    lists = {key: json.dumps(value) for key, value in values.items() if isinstance(value, list)}
+    return values | lists | {"library": stored["version"], **digests}
+
+
+def _short(key: str, keys: Sequence[str]) -> str:
+    """The last part of a key, with its group where another key ends in the same."""
+    last = key.rpartition(".")[2]
+    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else ".".join(key.split(".")[-2:])
 
 
 def _settings_of_study(study: Study) -> list[tuple[str, Study]]:
@@ -211,10 +254,6 @@ def _baseline(study: Study, wanted: str | None) -> str | None:
     if wanted is not None or "none" in policies:
         return (wanted or "none") if (wanted or "none") in policies else None
     return next((policy for policy in policies if policy.split()[0] == "none"), None)
-
-
-def _digest(run: RunResult) -> str:
-    return str(json.loads((run.path / "config.json").read_text())["digests"].get("checkpoint"))[:8]
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -251,7 +290,8 @@ def arms_table(setting: Setting) -> pd.DataFrame:
                 "held out, end": _form(part["evaluation_last"].mean(), ".3f"),
                 "k3 rollout/old": _form(part["k3_rollout_old"].mean(), ".2e"),
                 "F(2)": _form(part["extreme_fraction_tau2"].mean(), ".1e"),
-                "collapsed": "; ".join(broken) or "none",
+                "collapsed": "; ".join(broken)
+                or ("not judged: rewards below 0" if (part["lowest"] < 0).any() else "none"),
             }
         )
     return pd.DataFrame(rows)
@@ -329,7 +369,9 @@ TITLES = {"arms": "Arms", "differences": "Differences", "runs": "Every run"}
 READ_AS = (
     "final: mean reward of the last quarter of the steps. best step: the highest reward of a single step, chosen afterwards, so it "
     "flatters and is never compared. Differences are paired by seed over the seeds that both have; intervals are Student's, p is Holm's "
-    "over the policies of a setting and quantity. Where no difference is shown, none may be claimed."
+    "over the policies of a setting and quantity. Where no difference is shown, none may be claimed. A run that diverged has reward 0 in the "
+    "steps that it no longer took; its other numbers are of another stretch and left out. What nobody knows is unknown, and its pair is left "
+    "out: pairs says how many are left. Factors need positive values on both sides."
 )
 
 
@@ -340,7 +382,10 @@ def title_of(name: str, setting: Setting) -> str:
     """Heading of a table."""
     if name != "differences":
         return TITLES[name]
-    return f"Differences from {setting.baseline}" if setting.baseline else "Differences (no baseline here)"
+    if setting.baseline is None:
+        return "Differences: none, since this setting has no baseline"
+    alone = setting.study.runs["policy"].nunique() < 2
+    return f"Differences from {setting.baseline}" + (": none, since there is no other policy" if alone else "")
 
 
 def as_text(found: Comparison) -> str:
@@ -350,8 +395,7 @@ def as_text(found: Comparison) -> str:
         parts.append(f"# {setting.name}" if setting.name else "")
         for name in ("arms", "differences"):
             table = TABLES[name](setting)
-            if len(table):
-                parts += [title_of(name, setting), table.to_string(index=False), ""]
+            parts += [title_of(name, setting), *([table.to_string(index=False)] if len(table) else []), ""]
     parts += [f"left out: {told}" for told in found.left_out]
     return "\n".join(part for i, part in enumerate(parts) if part or i).rstrip()
 
@@ -376,8 +420,7 @@ def _parts(found: Comparison, names: Sequence[str]) -> Iterator[tuple[int, str, 
             yield 2, setting.name, None
         for name in names:
             table = TABLES[name](setting)
-            if len(table):
-                yield 3, title_of(name, setting), table
+            yield 3, title_of(name, setting), table if len(table) else None
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -432,18 +475,44 @@ def figures_of(found: Comparison) -> Iterator[tuple[str, tuple[Figure, pd.DataFr
 
 
 def write_comparison(found: Comparison, out: Path) -> list[Path]:
-    """Write compare.md, compare.html, tables as CSV and figures into a folder; returns the two pages."""
+    """Write compare.md, compare.html, tables as CSV and figures into a folder; returns the two pages.
+
+    What an earlier comparison wrote there, and this one does not, is removed (compare.files lists it); other files stay.
+
+    Raises:
+        RunError: if the folder cannot be written.
+    """
+    try:
+        return _write(found, out)
+    except OSError as error:
+        raise RunError(f"comparison {out}: {error.strerror or error}") from None
+
+
+def _write(found: Comparison, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
+    listed = out / "compare.files"
+    for name in listed.read_text().split() if listed.exists() else ():
+        (out / Path(name).name).unlink(missing_ok=True)
     figures: dict[str, Figure] = {}
+    files: list[Path] = []
+    undrawn = []
     for name, drawn in figures_of(found):
-        if not isinstance(drawn, str):
+        if isinstance(drawn, str):
+            undrawn.append(f"figure {name}: {drawn}")
+        else:
             figures[name] = drawn[0]
-            save_figure(drawn[0], out / name, drawn[1])
+            files += [
+                p.with_suffix(s)
+                for p in save_figure(drawn[0], out / name, drawn[1])[:1]
+                for s in (".png", ".svg", ".csv")
+            ]
     for number, setting in enumerate(found.settings):
         for name, make in TABLES.items():
-            stem = name if len(found.settings) == 1 else f"{name}{number}"
-            make(setting).to_csv(out / f"{stem}.csv", index=False)
+            files.append(out / (f"{name}.csv" if len(found.settings) == 1 else f"{name}{number}.csv"))
+            make(setting).to_csv(files[-1], index=False)
+    whole = Comparison(found.settings, (*found.left_out, *undrawn))
     pages = [out / "compare.md", out / "compare.html"]
-    write_text(pages[0], as_markdown(found, {f"{name}.png": alt_text(figure) for name, figure in figures.items()}))
-    write_text(pages[1], as_html(found, figures))
+    write_text(pages[0], as_markdown(whole, {f"{name}.png": alt_text(figure) for name, figure in figures.items()}))
+    write_text(pages[1], as_html(whole, figures))
+    write_text(listed, "\n".join(sorted({p.name for p in [*files, *pages]})) + "\n")
     return pages

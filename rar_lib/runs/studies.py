@@ -66,8 +66,11 @@ class Study:
         for run, policy in zip(runs, policies, strict=True):
             algorithm = run.config["algorithm"]
             setting = {"policy": policy, "lr": algorithm["lr"]}
-            rows.append(setting | {column: run.summary.get(column) for column in SUMMARY})
-            part = run.metrics[[column for column in STEPS if column in run.metrics]]
+            rows.append(
+                setting | {"asked": run.config["steps"]} | {column: run.summary.get(column) for column in SUMMARY}
+            )
+            kept = [column for column in STEPS if column in run.metrics]
+            part = run.metrics[kept] if kept else pd.DataFrame(columns=["step", "reward/mean"], dtype=float)
             more = {"seed": run.summary["seed"], "updates_per_batch": algorithm["updates_per_batch"], **setting}
             steps.append(part.assign(**more))
         return cls(name, pd.DataFrame(rows), pd.concat(steps, ignore_index=True))
@@ -99,17 +102,25 @@ QUANTITIES: dict[str, tuple[str, bool]] = {
 
 
 def values_of(study: Study) -> pd.DataFrame:
-    """policy, seed and the QUANTITIES of every run; `reward` is the mean over the last quarter of the steps that the study asks for.
+    """policy, seed and the QUANTITIES of every run; `reward` is the mean over the last quarter of the steps that its config asks for.
 
-    A step that a run no longer took, since it diverged, counts as reward 0: leaving it out would favour what diverges early.
+    A step that a run no longer took, since it diverged, counts as reward 0: leaving it out would favour what diverges early. Where rewards
+    lie below 0 that would be a reward like any other, and where a run that did not diverge lacks a step, nobody knows: there it is absent.
     """
     key = ["policy", "seed"]
-    steps = int(study.steps["step"].max()) + 1
-    first = min(int(np.ceil(0.75 * steps)), steps - 1)
-    last, asked = study.steps[study.steps["step"] >= first], steps - first
-    reward = (last.groupby(key, sort=False)["reward/mean"].sum() / asked).rename("reward").reset_index()
-    table = study.runs.merge(reward, on=key, how="left")[[*key, *QUANTITIES]]
-    return table.assign(reward=table["reward"].fillna(0.0))
+    runs = study.runs.assign(asked=study.runs["asked"] if "asked" in study.runs else int(study.steps["step"].max()) + 1)
+    first = np.minimum(np.ceil(0.75 * runs["asked"]), runs["asked"] - 1).astype(int)
+    steps = study.steps.merge(runs[key].assign(first=first), on=key, how="left")
+    last = steps[steps["step"] >= steps["first"]].groupby(key, sort=False)["reward/mean"]
+    found = runs[[*key, "diverged"]].assign(wanted=runs["asked"] - first)
+    found = found.merge(last.agg(total="sum", seen="count").reset_index(), on=key, how="left").fillna(
+        {"total": 0.0, "seen": 0}
+    )
+    lowest = study.steps["reward/mean"].min()
+    known = (found["seen"] == found["wanted"]) | (found["diverged"].notna() & (lowest >= 0))
+    table = runs[[*key, *(q for q in QUANTITIES if q != "reward")]]
+    table.insert(2, "reward", (found["total"] / found["wanted"]).where(known).to_numpy())
+    return table
 
 
 def comparison(study: Study, baseline: str = "none", *, missing: Literal["refuse", "drop"] = "refuse") -> pd.DataFrame:

@@ -122,7 +122,7 @@ def test_nothing_is_removed_if_one_of_them_may_not(runs: Path) -> None:
         registry.remove([good, link])
     with pytest.raises(RunError, match=r"expected a run folder, found another folder"):
         registry.remove([good, folder])
-    with pytest.raises(RunError, match="interrupted, so it needs its checkpoints"):
+    with pytest.raises(RunError, match="an incomplete run, which needs its checkpoints"):
         registry.remove([good], checkpoints_only=True)
     assert good.exists()
     assert registry.remove([good], dry=True) == size_of(good)

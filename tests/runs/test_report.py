@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from rar_lib.checkpoint import DATA_DIR
 from rar_lib.config import JobConfig
-from rar_lib.errors import ConfigError
+from rar_lib.errors import ConfigError, RunError
 from rar_lib.runs import report
 from rar_lib.runs.files import write_json, write_table
 from rar_lib.runs.result import RunResult
@@ -101,7 +102,7 @@ def test_the_baseline_is_chosen_or_said_to_be_absent(folder: Path) -> None:
         read(folder, baseline="tis")
     alone = report.Setting("", found.settings[0].study, None)
     assert report.differences_table(alone).empty
-    assert report.title_of("differences", alone) == "Differences (no baseline here)"
+    assert report.title_of("differences", alone) == "Differences: none, since this setting has no baseline"
 
 
 def test_names_are_as_short_as_they_may_be(tmp_path: Path) -> None:
@@ -114,11 +115,107 @@ def test_names_are_as_short_as_they_may_be(tmp_path: Path) -> None:
     ]
     runs = [RunResult.read(make(tmp_path, [0.5, 0.5], 1e-3, flat)) for flat in flats]
     assert report.arms_of(runs) == [
-        ("none", ""), ("none", ""), ("fisher 0.25 estimator=gate", ""), ("fisher 0.25 estimator=param", ""), ("tis", ""),
+        ("none", ()), ("none", ()), ("fisher 0.25 estimator=gate", ()), ("fisher 0.25 estimator=param", ()), ("tis", ()),
     ]  # fmt: skip
     native = RunResult.read(make(tmp_path, [0.5, 0.5], 1e-3, {"policy": "none", "precision": "native", "seed": 0}))
-    assert report.arms_of([runs[0], native]) == [("none", "precision=fp8_weights"), ("none", "precision=native")]
-    assert report.arms_of([native]) == [("none unrounded", "")]
+    rounded = [setting for _, setting in report.arms_of([runs[0], native])]
+    assert rounded == [(("precision", "fp8_weights"),), (("precision", "native"),)]
+    assert report.arms_of([native]) == [("none unrounded", ())]
+    both = [
+        {"policy": "none", "rollout_dtype": d, "trainer_dtype": d, "seed": i}
+        for i, d in enumerate(("float32", "bfloat16"))
+    ]
+    names = [
+        setting for _, setting in report.arms_of([RunResult.read(make(tmp_path, [0.5], 1e-3, flat)) for flat in both])
+    ]
+    assert names[0] == (("rollout.dtype", "float32"), ("trainer.dtype", "float32"))
+
+
+def test_what_is_computed_decides_and_not_how_it_is_spelled(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        path = make(tmp_path, [0.5, 0.5], 1e-3, {"policy": "none", "seed": seed})
+        if seed:  # switched off in another way, and written before a setting that came later
+            stored = json.loads((path / "config.json").read_text())
+            stored["config"]["router_replay"] |= {"enabled": True, "mode": "disabled"}
+            del stored["config"]["algorithm"]["max_grad_norm"]
+            write_json(path / "config.json", stored)
+        make(tmp_path, [0.5, 0.5], 1e-3, {"policy": "R3", "seed": seed})
+    (setting,) = read(tmp_path).settings
+    assert report.arms_table(setting)["seeds"].tolist() == ["2", "2"]
+    other = JobConfig.from_flat(engine="hf", steps=2, policy="R3", seed=0)
+    assert other.seed == 0
+    for name, digest in (("task", "other"), ("checkpoint", "4e5e1203")):
+        moved = next(tmp_path.glob("R3-seed1-*"))
+        stored = json.loads((moved / "config.json").read_text())
+        write_json(moved / "config.json", stored | {"digests": {**stored["digests"], name: digest}})
+        content = json.loads((moved / "config.json").read_text())
+        digest = hashlib.sha256(
+            json.dumps({k: content[k] for k in ("computed", "digests", "version")}, sort_keys=True).encode()
+        )
+        moved.rename(tmp_path / f"R3-seed1-{digest.hexdigest()[:12]}")
+        assert len(read(tmp_path).settings) == 2
+
+
+def test_what_diverged_has_reward_0_for_what_it_lost_and_no_end(tmp_path: Path) -> None:
+    for policy, seen in (("none", 3), ("R3", 5)):
+        for seed in (0, 1):
+            path = make(tmp_path, [0.6] * 20, 1e-3, {"policy": policy, "seed": seed})
+            table = pd.read_parquet(path / "metrics.parquet").iloc[:seen]
+            write_table(path / "metrics.parquet", table)
+            summary = json.loads((path / "summary.json").read_text())
+            write_json(path / "summary.json", summary | {"diverged": f"step {seen}, update 0: gone", "steps": seen})
+    (setting,) = read(tmp_path).settings
+    arms = report.arms_table(setting).set_index("policy")
+    assert arms["final reward, mean"].tolist() == ["0.000", "0.000"]
+    assert arms["held out, end"].tolist() == ["unknown", "unknown"]
+    table = report.differences_table(setting).set_index("quantity")
+    assert table.loc["reward, last quarter of the steps", "difference [95 %]"] == "+0.000 [+0.000, +0.000]"
+    assert table.loc["k3 rollout/old", "pairs"] == "0"
+
+
+def test_a_run_that_diverged_at_once_is_shown(tmp_path: Path) -> None:
+    for policy in ("none", "R3"):
+        path = make(tmp_path, [0.6] * 4, 1e-3, {"policy": policy, "seed": 0})
+        if policy == "R3":
+            write_table(path / "metrics.parquet", pd.DataFrame())
+            summary = json.loads((path / "summary.json").read_text())
+            write_json(path / "summary.json", summary | {"diverged": "step 0, update 0: gone", "steps": 0})
+    (setting,) = read(tmp_path).settings
+    rows = report.runs_table(setting).set_index("policy")
+    assert rows.loc["R3", ["final reward", "best step (chosen afterwards)"]].tolist() == ["0.000", "unknown at unknown"]
+    report.write_comparison(read(tmp_path), tmp_path / "out")
+    alone = report.read_comparison([path], tmp_path)
+    assert report.runs_table(alone.settings[0])["diverged"].tolist() == ["step 0, update 0: gone"]
+
+
+def test_a_name_that_means_two_things_is_refused_and_a_source_counts_once(folder: Path) -> None:
+    (folder / "sweeps" / "real").mkdir(parents=True)
+    write_json(folder / "sweeps" / "real" / "status.json", {"points": []})
+    with pytest.raises(ConfigError, match="found a study and a sweep; give the folder"):
+        report.read_comparison(["real"], folder)
+    once = report.read_comparison(["remedies", DATA_DIR / "studies" / "remedies"], folder)
+    assert len(once.settings) == 1
+    study = once.settings[0].study
+    twice = Study("s", pd.concat([study.runs, study.runs]), study.steps)
+    with pytest.raises(ConfigError, match="expected every policy and seed once, found none, seed 0 twice"):
+        report.Comparison([report.Setting("", twice, "none")])
+    run = next(folder.glob("none-*"))
+    assert len(report.read_comparison([run, run.name, f"{run}/"], folder).settings[0].study.runs) == 1
+
+
+def test_files_of_an_earlier_comparison_go_and_others_stay(folder: Path, tmp_path: Path) -> None:
+    whole, out = read(folder), tmp_path / "out"
+    out.mkdir()
+    (out / "mine.csv").write_text("mine")
+    report.write_comparison(whole, out)
+    assert (out / "arms1.csv").exists()
+    report.write_comparison(report.read_comparison([next(folder.glob("none-*"))], folder), out)
+    assert not (out / "arms1.csv").exists()
+    assert (out / "arms.csv").exists()
+    assert (out / "mine.csv").read_text() == "mine"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"comparison .*file: File exists"):
+        report.write_comparison(whole, tmp_path / "file")
 
 
 def test_one_arm_and_seed_twice_is_refused(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -162,8 +162,15 @@ def test_settings_that_differ_are_not_drawn_together(tmp_path: Path) -> None:
 def test_a_run_that_diverged_counts_the_steps_it_lost_as_nothing() -> None:
     made = study(ARMS, seeds=3)
     cut = (made.steps["policy"] == "R3") & (made.steps["seed"] == 1) & (made.steps["step"] >= 2)
+    unknown = values_of(Study("made", made.runs, made.steps[~cut])).set_index(["policy", "seed"])
+    assert np.isnan(unknown.loc[("R3", 1), "reward"])  # nobody knows why it lacks them
+    lost = (made.runs["policy"] == "R3") & (made.runs["seed"] == 1)
+    made = Study("made", made.runs.assign(diverged=np.where(lost, "step 2", None)), made.steps)
     found = values_of(Study("made", made.runs, made.steps[~cut])).set_index(["policy", "seed"])
     assert found.loc[("R3", 1), "reward"] == 0
+    below = made.steps.assign(**{"reward/mean": made.steps["reward/mean"] - 1})  # there 0 would be a good reward
+    unknown = values_of(Study("made", made.runs, below[~cut])).set_index(["policy", "seed"])
+    assert np.isnan(unknown.loc[("R3", 1), "reward"])
     assert found.loc[("R3", 0), "reward"] > 0.2
     comparison(Study("made", made.runs, made.steps[~cut]))
 
