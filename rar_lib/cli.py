@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+from dataclasses import replace
 from json import dumps as to_json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -72,11 +74,13 @@ def sweep(
 
     read, folder = Grid.from_file(grid), runs_dir or RUNS_DIR
     for name, value in (("workers", workers), ("memory", memory), ("limit", limit)):
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{name}: expected a number above 0, found {value}")
     options = Options(workers, None if memory is None else int(memory * 1e9), gpus())
     if dry_run:
-        print(forecast(read, folder, 1 if executor == "serial" else options.at_a_time, measure=measure))
+        if executor == "serial":
+            options = replace(options, workers=1)
+        print(forecast(read, folder, options, retry=retry, measure=measure))
         return
     done = run_sweep(read, runs_dir=folder, executor=executor, options=options, retry=retry, limit=limit)
     for point in done.points:
@@ -86,7 +90,7 @@ def sweep(
     print(table.drop(columns=["label", "seconds"]).to_string(index=False, na_rep=""))
     print(f"{done.count('done')} done, {done.count('failed')} failed; {len(done.ran)} executed now")
     print(done.folder)
-    if done.count("failed"):
+    if done.count("done") < len(done.points):
         sys.exit(1)
 
 
@@ -394,6 +398,8 @@ def main() -> None:
     """Entry point of `rar`. Exit status 2 on anything the user can mend."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("rar").setLevel(logging.INFO)
+    for name in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.default_int_handler)
     try:
         if sys.argv[1:2] == ["runs"]:
             tyro.extras.subcommand_cli_from_dict(RUNS, prog="rar runs", description=runs.__doc__, args=sys.argv[2:])
@@ -405,6 +411,6 @@ def main() -> None:
     except BrokenPipeError:  # the reader of a pipe had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # Ctrl-C, or a signal that asks to end
         print("rar: interrupted; start it again to continue from the last checkpoint", file=sys.stderr)
         sys.exit(130)

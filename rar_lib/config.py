@@ -403,12 +403,23 @@ class JobConfig(_Part):
         Megatron-Core).
         """
         tree: dict[str, Any] = {}
+        faults: list[str] = []
         for name, value in parameters.items():
             if name not in FLAT_NAMES:
-                raise ConfigError(f"parameter {name!r}: expected one of {', '.join(sorted(FLAT_NAMES))}")
-            for key, part in FLAT_NAMES[name](value).items():
-                _put(tree, key, part)
-        return cls.build(tree)
+                faults.append(f"parameter {name!r}: expected one of {', '.join(sorted(FLAT_NAMES))}")
+                continue
+            try:
+                for key, part in FLAT_NAMES[name](value).items():
+                    _put(tree, key, part)
+            except ConfigError as error:
+                faults.append(str(error))
+        try:
+            found = cls.build(tree)
+        except ConfigError as error:
+            faults.append(str(error))
+        if faults:
+            raise ConfigError("\n".join(faults))
+        return found
 
     def resolved(self) -> dict[str, Any]:
         """Every value, defaults included, as plain JSON types."""

@@ -3,7 +3,8 @@
     for task, record in get_executor("pool")(tasks, options): ...
 
 Every executor yields a record a task in the order in which they end, and leaves no kernel behind when its caller stops early, is
-interrupted or killed. The pool starts a point only where its memory fits beside what runs; with GPUs each point gets one of its own.
+interrupted or killed. The pool starts a point only where its memory fits beside what runs; with GPUs each point gets one of its own. A
+script that uses the pool needs the usual `if __name__ == "__main__":`, since its processes import the script.
 Ray gets the same needs as resources of its tasks and must see the runs folder under the same path on every node.
 """
 
@@ -26,7 +27,7 @@ import psutil
 
 from rar_lib.errors import ConfigError, EngineError
 from rar_lib.runs.files import human
-from rar_lib.runs.point import Record, Task, execute
+from rar_lib.runs.point import Record, Task, end_process, execute, record_failure
 
 SHARE = 0.9  # of the memory that is free at the start; the rest is left to the machine
 logger = logging.getLogger("rar")
@@ -96,18 +97,19 @@ def pool(tasks: Sequence[Task], options: Options) -> Iterator[tuple[Task, Record
     context.set_forkserver_preload(["papermill", "nbclient", "rar_lib.runs.point"])
     memory = free_memory() if options.memory is None else options.memory
     workers = options.at_a_time if not options.gpus else min(options.at_a_time, options.gpus)
-    devices = list(range(options.gpus))
+    devices = _devices(options.gpus)
     waiting, running = list(tasks), list[_Running]()
     peaks: dict[int, int] = {}  # what points of one estimate were seen to take
     try:
         while waiting or running:
             taken = sum(_need(one.task, peaks) for one in running)
-            task = next((t for t in waiting if taken + _need(t, peaks) <= memory), None)
+            busy = {one.task.run for one in running} - {""}
+            task = next((t for t in waiting if taken + _need(t, peaks) <= memory and t.run not in busy), None)
             if len(running) < workers and task is not None:
                 waiting.remove(task)
                 if devices:
                     used = {one.task.environment.get("CUDA_VISIBLE_DEVICES") for one in running}
-                    free = next(str(d) for d in devices if str(d) not in used)
+                    free = next(device for device in devices if device not in used)
                     task = replace(task, environment={**task.environment, "CUDA_VISIBLE_DEVICES": free})
                 running.append(_start(context, task))
                 options.told(task)
@@ -119,7 +121,7 @@ def pool(tasks: Sequence[Task], options: Options) -> Iterator[tuple[Task, Record
             ready = wait([one.result for one in running])
             for one in [one for one in running if one.result in ready]:
                 running.remove(one)
-                record = _receive(one.result, one.task)
+                record = _receive(one)
                 one.life.close()
                 one.process.join()
                 if record.peak:
@@ -153,7 +155,8 @@ def _start(context: Any, task: Task) -> _Running:
 
 def _serve(task: Task, sender: Connection, ear: Connection) -> None:
     """In a process of its own: execute, send, end. When the other side is gone, the kernel and this process go too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the sweep decides
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the whole group; the sweep decides
+        signal.signal(name, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_sweep, args=(ear,), daemon=True).start()
     sender.send(execute(task))
 
@@ -161,18 +164,30 @@ def _serve(task: Task, sender: Connection, ear: Connection) -> None:
 def _end_with_the_sweep(ear: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         ear.recv()
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            child.kill()
+    for child in psutil.Process().children():
+        end_process(child.pid)
     os._exit(1)
 
 
-def _receive(result: Connection, task: Task) -> Record:
+def _receive(one: _Running) -> Record:
     try:
-        return result.recv()
+        return one.result.recv()
     except (EOFError, OSError):
-        told = "the process that executed it died; if nobody ended it, the machine may have run out of memory"
-        return Record(task.id, "failed", told, finished=time.time())
+        one.process.join()
+        code = one.process.exitcode
+        told = f"the process that executed it ended with status {code}"
+        if code == 1:
+            told += '; a script that runs a sweep needs `if __name__ == "__main__":`'
+        elif code == -signal.SIGKILL:
+            told = "the process that executed it was killed; if nobody did, the machine may have run out of memory"
+        return record_failure(one.task, told)
+
+
+def _devices(count: int) -> list[str]:
+    """Names of the GPUs that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(count)] if visible is None else [name.strip() for name in visible.split(",")]
+    return names[:count]
 
 
 def gpus() -> int:
@@ -185,10 +200,14 @@ def gpus() -> int:
 def free_memory() -> int:
     """Bytes that points may take: a share of what is free, within the limit of the control group."""
     free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-        group = Path("/sys/fs/cgroup")
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # "max" is no number: no limit
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, limit - used)
+        lines = (group / "memory.stat").read_text().splitlines()
+        given_back = next(
+            int(line.split()[1]) for line in lines if line.startswith("inactive_file ")
+        )  # files in the cache
+        free = min(free, limit - used + given_back)
     return int(SHARE * free)
 
 
@@ -199,8 +218,11 @@ def ray_tasks(tasks: Sequence[Task], options: Options) -> Iterator[tuple[Task, R
     """A Ray task a point: on the cluster of RAY_ADDRESS, or embedded.
 
     Raises:
+        ConfigError: for a bound that Ray decides itself.
         EngineError: if Ray is not installed, or its cluster is not reached.
     """
+    if options.memory is not None or (options.workers is not None and os.environ.get("RAY_ADDRESS")):
+        raise ConfigError("executor ray: memory, and on a cluster workers, are what its nodes say; leave them out")
     try:
         import ray
     except ImportError:
@@ -219,21 +241,26 @@ def ray_tasks(tasks: Sequence[Task], options: Options) -> Iterator[tuple[Task, R
     remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(execute)
     room = max((node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"]), default=0)
     pending: dict[Any, Task] = {}
+    waiting = []
     try:
         for task in tasks:
             if task.memory > room:
                 yield task, _too_large(task, int(room))
-                continue
-            pending[remote.options(memory=task.memory).remote(task)] = task
-            options.told(task)
-        while pending:
+            else:
+                waiting.append(task)
+        while waiting or pending:
+            busy = {task.run for task in pending.values()} - {""}
+            for task in list(waiting):
+                if task.run not in busy:
+                    busy |= {task.run} - {""}
+                    waiting.remove(task)
+                    pending[remote.options(memory=task.memory).remote(task)] = task
             (ended,), _ = ray.wait(list(pending), num_returns=1)
             task = pending.pop(ended)
             try:
                 yield task, ray.get(ended)
             except ray.exceptions.RayError as error:
-                told = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                yield task, Record(task.id, "failed", told, finished=time.time())
+                yield task, record_failure(task, f"{type(error).__name__}: {str(error).splitlines()[0]}")
     finally:
         for reference in pending:
             ray.cancel(reference, force=True)

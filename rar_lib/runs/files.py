@@ -66,13 +66,16 @@ def _flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, what: str, patience: float = PATIENCE) -> Iterator[None]:
+def locked(folder: Path, what: str, patience: float = PATIENCE) -> Iterator[int]:
     """Hold a folder against other processes.
 
     Args:
         folder: gets a file `.lock`, which says who holds it.
         what: what an error calls the folder.
         patience: seconds to wait for another process to let go.
+
+    Yields:
+        The file's descriptor: a child process that inherits it holds the folder too.
 
     Raises:
         RunError: if another process still holds it; names the process and its machine.
@@ -86,7 +89,7 @@ def locked(folder: Path, what: str, patience: float = PATIENCE) -> Iterator[None
         file.truncate(0)
         file.write(f"{os.getpid()} on {socket.gethostname()}")
         file.flush()
-        yield
+        yield file.fileno()
 
 
 def _try(file: Any) -> bool:

@@ -17,10 +17,11 @@ import pandas as pd
 from rar_lib.config import JobConfig
 from rar_lib.engines.session import EngineSession
 from rar_lib.estimate import estimate
+from rar_lib.runs.executors import Options, free_memory
 from rar_lib.runs.files import human
 from rar_lib.runs.grid import Grid, points_of
-from rar_lib.runs.point import Record, read_record
-from rar_lib.runs.sweep import clock, folder_of, memory_of
+from rar_lib.runs.point import Record
+from rar_lib.runs.sweep import clock, ended, memory_of
 
 logger = logging.getLogger("rar")
 CHEAP = ("seed", "lr", "weight_decay", "max_grad_norm", "clip_low", "clip_high", "steps", "model", "checkpoint_every")
@@ -35,42 +36,49 @@ class Forecast:
 
     Attributes:
         points: a row a point: point, arm, label, axes, state, seconds (NaN if unknown), memory (bytes), how.
-        workers: points at a time.
+        workers: points at a time, as many as fit into memory.
+        retry: failed points are executed again.
     """
 
     points: pd.DataFrame
     workers: int
+    retry: bool = False
 
     def __str__(self) -> str:
         shown = self.points.assign(
             seconds=[("unknown" if pd.isna(s) else clock(s)) for s in self.points["seconds"]],
             memory=[human(m) for m in self.points["memory"]],
         )
-        left = self.points[self.points["state"] != "done"]
+        ended = ("done",) if self.retry else ("done", "failed")
+        left = self.points[~self.points["state"].isin(ended)]
+        failed = 0 if self.retry else int((self.points["state"] == "failed").sum())
         total = left["seconds"].sum(min_count=1)
         lines = [shown.rename(columns={"seconds": "time"}).to_string(index=False, na_rep="")]
         told = "an unknown time" if left["seconds"].isna().any() else f"about {clock(total / self.workers)}"
         if len(left):
             lines.append(f"{len(left)} of {len(self.points)} points to run, {told} with {self.workers} at a time")
         else:
-            lines.append(f"all {len(self.points)} points are done")
+            lines.append(f"none of {len(self.points)} points to run")
+        if failed:
+            lines.append(f"{failed} failed before and are left alone; --retry executes them again")
         return "\n".join(lines)
 
 
-def forecast(grid: Grid, runs_dir: Path, workers: int, *, measure: bool = True) -> Forecast:
+def forecast(grid: Grid, runs_dir: Path, options: Options, *, retry: bool = False, measure: bool = True) -> Forecast:
     """What the points of a grid will take; nothing is run.
 
     Args:
         grid: as run_sweep takes it.
         runs_dir: where finished points are looked for.
-        workers: points at a time.
+        options: as run_sweep takes them; `workers` is 1 for one by one.
+        retry: failed points would be executed again.
         measure: start engines for what no finished point tells.
 
     Raises:
         ConfigError: for a grid with faults, all of them.
     """
     points = points_of(grid)
-    records = {p.id: read_record(folder_of(p, runs_dir)) for p in points}
+    records = {p.id: ended(p, runs_dir) for p in points}
     known: dict[str, tuple[float, float, str]] = {}
     for point in points:
         record = records[point.id]
@@ -97,7 +105,10 @@ def forecast(grid: Grid, runs_dir: Path, workers: int, *, measure: bool = True) 
             row["seconds"], row["how"] = told[0] + told[1] * point.job.steps, told[2]
         row["memory"] = (record.peak if record is not None else None) or memory_of(point.job)
         rows.append(row)
-    return Forecast(pd.DataFrame(rows), workers)
+    table = pd.DataFrame(rows)
+    memory = free_memory() if options.memory is None else options.memory
+    at_a_time = min(options.at_a_time, max(1, int(memory // max(1, table["memory"].max()))))
+    return Forecast(table, at_a_time, retry)
 
 
 def _cost(job: JobConfig) -> str:
@@ -114,9 +125,8 @@ def _cost(job: JobConfig) -> str:
 
 def _line(record: Record, job: JobConfig, runs_dir: Path) -> tuple[float, float]:
     """Seconds beside the steps, and of a step, of a point that is done."""
-    steps = job.steps
     a_step = 0.0
     for run in record.runs:
         summary = json.loads((runs_dir / run / "summary.json").read_text())
         a_step += sum(value or 0.0 for value in summary["seconds_per_step"].values())
-    return max(0.0, record.seconds - a_step * steps), a_step
+    return max(0.0, record.seconds - a_step * job.steps), a_step

@@ -25,6 +25,7 @@ import hashlib
 import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,12 +41,13 @@ from rar_lib.engines.session import available, resolve_engines
 from rar_lib.errors import ConfigError, RarError
 from rar_lib.planner import Planner
 from rar_lib.runs.result import label_of
-from rar_lib.runs.store import identity
+from rar_lib.runs.store import identity, run_id
 from rar_lib.summary import settings
 from rar_lib.tasks import Task
 
 NOTEBOOKS = DATA_DIR.parent / "notebooks"
 PLACES = ("runs_dir", "out_dir")  # the sweep says where a point writes
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 TYPES = {"str": str, "int": int, "float": float, "bool": bool}
 
 
@@ -54,12 +56,12 @@ class Grid(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str | None = Field(None, pattern=f"^{NAME}$")
     notebook: str = "07_policies"
     base: dict[str, Any] = {}
     arms: dict[str, dict[str, Any]] = {}
     grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
-    zip: list[dict[str, Annotated[list[Any], Field(min_length=1)]]] = []
+    zip: list[Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], Field(min_length=1)]] = []
     seeds: Annotated[list[StrictInt], Field(min_length=1)] | None = None
 
     @field_validator("zip", mode="before")
@@ -87,7 +89,20 @@ class Grid(BaseModel):
             found = cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(f"grid file {path}:\n{explain(error, cls)}") from None
-        return found if found.name else found.model_copy(update={"name": path.stem})
+        beside = path.parent / found.notebook
+        if beside.is_file():
+            found = found.model_copy(update={"notebook": str(beside.resolve())})
+        if found.name is None:
+            if not re.fullmatch(NAME, path.stem):
+                raise ConfigError(
+                    f"grid file {path}: expected a file name like night.yaml, or a `name`, found {path.name!r}"
+                )
+            found = found.model_copy(update={"name": path.stem})
+        return found
+
+    def text(self) -> str:
+        """As YAML, from which from_file reads the same."""
+        return yaml.dump(self.model_dump(exclude_defaults=True), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Loader(yaml.SafeLoader):
@@ -95,7 +110,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """A mapping whose keys are all different."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if not key.tag.endswith(":merge")]
         twice = {str(key) for key in keys if keys.count(key) > 1}
         if twice:
             raise yaml.constructor.ConstructorError(
@@ -104,11 +119,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)$"),
-    list("-+.0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that _Loader would read as numbers."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)$"),
+        list("-+.0123456789"),
+    )
 
 
 @dataclass(frozen=True)
@@ -118,21 +138,27 @@ class Point:
     Attributes:
         id: name of its folder.
         notebook: file that is executed.
+        source: its content without outputs, as it was when the point got its name.
         arm: name of the arm, or of what tables call its run.
         label: what tables call its run; empty for a notebook that takes no settings of a run.
         axes: what the grid's axes and arms set.
         parameters: all parameters of the notebook but the places.
         job: its run, engines resolved; None for a notebook that takes no settings of a run.
+        run: name of the run's folder, as far as the parameters tell; empty without a job.
+        places: of PLACES, those that the notebook takes.
         also: other combinations of the grid that compute the same.
     """
 
     id: str
     notebook: Path
+    source: str
     arm: str
     label: str
     axes: dict[str, Any]
     parameters: dict[str, Any]
     job: JobConfig | None
+    run: str = ""
+    places: frozenset[str] = frozenset()
     also: tuple[str, ...] = field(default=())
 
 
@@ -144,16 +170,16 @@ def points_of(grid: Grid) -> list[Point]:
             a model or engine that is not there.
     """
     notebook = find_notebook(grid.notebook)
-    known = parameters_of(notebook)
-    faults = [*_faults_of_axes(grid, known)]
-    if faults:
-        raise ConfigError("\n".join(faults))
+    read = _Notebook.read(notebook)
+    known = read.parameters()
+    faults = list(_faults_of_axes(grid, known))
+    sound = _without(grid, {name for name, _ in faults})
     defaults = {name: value for name, (_, value) in known.items() if name not in PLACES}
     found: dict[str, Point] = {}
     wrong: dict[str, list[str]] = {}
-    build = _Builder(notebook, frozenset(known))
-    for arm, axes in _combinations(grid):
-        named = {**grid.base, **axes}
+    build = _Builder(read)
+    for arm, axes in _combinations(sound):
+        named = {**sound.base, **axes}
         typed = {name: _typed(name, value, known[name][0]) for name, value in named.items()}
         told = ", ".join(f"{n}={v!r}" for n, v in axes.items()) or "the one point"
         try:
@@ -164,8 +190,12 @@ def points_of(grid: Grid) -> list[Point]:
             continue
         before = found.get(point.id)
         found[point.id] = point if before is None else replace(before, also=(*before.also, told))
-    if wrong:
-        raise ConfigError("\n".join(f"{line} ({_some(told)})" for line, told in wrong.items()))
+    if faults or wrong:
+        lines = [
+            *dict.fromkeys(line for _, line in faults),
+            *(f"{line} ({_some(told)})" for line, told in wrong.items()),
+        ]
+        raise ConfigError("\n".join(lines))
     return list(found.values())
 
 
@@ -185,50 +215,80 @@ def find_notebook(name: str) -> Path:
     raise ConfigError(f"notebook: expected a file, or one of {shipped}; found {name!r}")
 
 
+@dataclass(frozen=True)
+class _Notebook:
+    """A notebook as it was read, once."""
+
+    path: Path
+    source: str
+    cells: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path) -> _Notebook:
+        """Read, and take the outputs away.
+
+        Raises:
+            ConfigError: for a file that is no notebook.
+        """
+        try:
+            tree = json.loads(path.read_text())
+            for cell in tree["cells"]:
+                cell["source"] = "".join(cell["source"])
+                tags = cell.setdefault("metadata", {}).get("tags", [])
+                cell["tagged"] = cell["cell_type"] == "code" and "parameters" in tags
+                if cell["cell_type"] == "code":
+                    cell |= {"outputs": [], "execution_count": None}
+            code = [cell for cell in tree["cells"] if cell["cell_type"] == "code"]
+            tree["metadata"].pop("widgets", None)
+            bare = [{k: v for k, v in cell.items() if k != "tagged"} for cell in tree["cells"]]
+            return cls(path, json.dumps({**tree, "cells": bare}), code)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"notebook {path}: cannot be read: {type(error).__name__}: {error}") from None
+
+    def parameters(self) -> dict[str, tuple[str, Any]]:
+        """name -> (type, default) of the parameters cell: `name: type = value`, as papermill reads it.
+
+        Raises:
+            ConfigError: if there is no such cell, or a line of it is something else.
+        """
+        cells = [cell for cell in self.cells if cell["tagged"]]
+        if len(cells) != 1:
+            raise ConfigError(f"notebook {self.path}: expected one cell tagged 'parameters', found {len(cells)}")
+        found = {}
+        for line in cells[0]["source"].splitlines():
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            match = re.fullmatch(r"(\w+): (str|int|float|bool) = (.+)", line)
+            try:
+                if match is None:
+                    raise ValueError
+                found[match[1]] = (match[2], ast.literal_eval(match[3]))
+            except (ValueError, SyntaxError):
+                raise ConfigError(
+                    f"notebook {self.path}: parameters: expected `name: type = value` with str, int, float or bool, found {line}"
+                ) from None
+        return found
+
+    def digest(self) -> str:
+        """Of the code but for the parameters, whose values count by themselves. Texts and outputs do not count."""
+        code = [cell["source"] for cell in self.cells if not cell["tagged"]]
+        return hashlib.sha256(json.dumps(code).encode()).hexdigest()
+
+
 def parameters_of(notebook: Path) -> dict[str, tuple[str, Any]]:
-    """name -> (type, default) of the parameters cell: `name: type = value`, as papermill reads it.
+    """name -> (type, default) of a notebook's parameters cell.
 
     Raises:
-        ConfigError: if there is no such cell, or a line of it is something else.
+        ConfigError: for a file that is no notebook, or has no such cell.
     """
-    cells = [cell for cell in _code(notebook) if "parameters" in cell["metadata"].get("tags", [])]
-    if len(cells) != 1:
-        raise ConfigError(f"notebook {notebook}: expected one cell tagged 'parameters', found {len(cells)}")
-    found = {}
-    for line in "".join(cells[0]["source"]).splitlines():
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        match = re.fullmatch(r"(\w+): (str|int|float|bool) = (.+)", line)
-        try:
-            if match is None:
-                raise ValueError
-            found[match[1]] = (match[2], ast.literal_eval(match[3]))
-        except (ValueError, SyntaxError):
-            raise ConfigError(
-                f"notebook {notebook}: parameters: expected `name: type = value` with str, int, float or bool, found {line}"
-            ) from None
-    return found
-
-
-def _code(notebook: Path) -> list[dict[str, Any]]:
-    try:
-        cells = json.loads(notebook.read_text())["cells"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"notebook {notebook}: cannot be read: {error}") from None
-    return [cell for cell in cells if cell["cell_type"] == "code"]
-
-
-def _digest_code(notebook: Path) -> str:
-    """Of the code but for the parameters, whose values count by themselves. Texts and outputs do not count."""
-    code = ["".join(c["source"]) for c in _code(notebook) if "parameters" not in c["metadata"].get("tags", [])]
-    return hashlib.sha256(json.dumps(code).encode()).hexdigest()
+    return _Notebook.read(notebook).parameters()
 
 
 # ---------------------------------------------------------------- axes
 
 
-def _faults_of_axes(grid: Grid, known: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
-    """Names and types, wherever they stand."""
+def _faults_of_axes(grid: Grid, known: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """(parameter, fault) of names and types, wherever they stand."""
     parts: list[tuple[str, str, Any]] = [("base", name, value) for name, value in grid.base.items()]
     parts += [(f"arms.{arm}", name, value) for arm, values in grid.arms.items() for name, value in values.items()]
     parts += [("grid", name, value) for name, values in grid.grid.items() for value in values]
@@ -236,49 +296,69 @@ def _faults_of_axes(grid: Grid, known: Mapping[str, tuple[str, Any]]) -> Iterato
         lengths = {name: len(values) for name, values in group.items()}
         if len(set(lengths.values())) > 1:
             told = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-            yield f"zip.{i}: expected lists of one length; {told}"
+            yield from ((name, f"zip.{i}: expected lists of one length; {told}") for name in group)
         parts += [(f"zip.{i}", name, value) for name, values in group.items() for value in values]
     parts += [("seeds", "seed", value) for value in grid.seeds or ()]
     allowed = [name for name in known if name not in PLACES]
     unknown: set[tuple[str, str]] = set()
     for where, name, value in parts:
         if name in PLACES:
-            yield f"{where}.{name}: the sweep says where its points write"
+            yield name, f"{where}.{name}: the sweep says where its points write"
         elif name not in known:
             if (where, name) not in unknown:
                 near = difflib.get_close_matches(name, allowed, 1)
                 hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(allowed)}"
-                yield f"{where}.{name}: the notebook has no such parameter; {hint}"
+                yield name, f"{where}.{name}: the notebook has no such parameter; {hint}"
             unknown.add((where, name))
         else:
             try:
                 _typed(name, value, known[name][0])
             except ConfigError as error:
-                yield f"{where}.{error}"
+                yield name, f"{where}.{error}"
     places: dict[str, str] = {"seed": "seeds"} if grid.seeds is not None else {}
     in_arms = {name for values in grid.arms.values() for name in values}
     for where, names in [("arms", in_arms), ("grid", grid.grid), *((f"zip.{i}", g) for i, g in enumerate(grid.zip))]:
         for name in names:
             if name in places:
-                yield f"{where}.{name}: also set by {places[name]}; one of them must go"
+                yield name, f"{where}.{name}: also set by {places[name]}; one of them must go"
             places.setdefault(name, where)
+
+
+def _without(grid: Grid, names: set[str]) -> Grid:
+    """A grid without some parameters, so that the others are looked at too."""
+
+    def kept(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if name not in names}
+
+    return grid.model_copy(
+        update={
+            "base": kept(grid.base),
+            "grid": kept(grid.grid),
+            "arms": {arm: kept(values) for arm, values in grid.arms.items()},
+            "zip": [group for group in map(kept, grid.zip) if group],
+            "seeds": None if "seed" in names else grid.seeds,
+        }
+    )
 
 
 def _typed(name: str, value: Any, kind: str) -> Any:
     """A value of the annotated type. A whole number is a float where one is asked for, and a number a text (a budget)."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind == "float" and number:
+    if kind == "float" and number and abs(value) <= sys.float_info.max:
         return float(value)
     if kind == "str" and number:
         return str(value)
-    if type(value) is TYPES[kind]:
+    if type(value) is TYPES[kind] and kind != "float":
         return value
     hint = ""
     if kind == "str" and isinstance(value, bool):
         hint = "; YAML reads a bare on, off, yes or no so: write it in quotes"
     elif kind == "str" and value is None:
         hint = "; an empty text is written ''"
-    raise ConfigError(f"{name}: expected {kind}, found {value!r} ({type(value).__name__}){hint}")
+    told = repr(value) if len(repr(value)) < 100 else repr(value)[:100] + "..."
+    raise ConfigError(
+        f"{name}: expected {'a finite ' if kind == 'float' and number else ''}{kind}, found {told} ({type(value).__name__}){hint}"
+    )
 
 
 def _combinations(grid: Grid) -> Iterator[tuple[str | None, dict[str, Any]]]:
@@ -298,9 +378,11 @@ def _combinations(grid: Grid) -> Iterator[tuple[str | None, dict[str, Any]]]:
 class _Builder:
     """Makes points; what is slow to find out is found out once."""
 
-    def __init__(self, notebook: Path, names: frozenset[str]) -> None:
-        self._notebook, self._code = notebook, _digest_code(notebook)
-        self._flat = names & set(FLAT_NAMES) if "engine" in names else frozenset[str]()  # it runs jobs, or it does not
+    def __init__(self, notebook: _Notebook) -> None:
+        self._notebook, self._code = notebook, notebook.digest()
+        names = set(notebook.parameters())
+        self._flat = names & set(FLAT_NAMES) if "engine" in names else set[str]()  # it runs jobs, or it does not
+        self._places = frozenset(names & set(PLACES))
         self._seen: dict[str, Any] = {}
 
     def point(self, arm: str | None, axes: dict[str, Any], parameters: dict[str, Any]) -> Point:
@@ -311,33 +393,55 @@ class _Builder:
         """
         own = {name: value for name, value in parameters.items() if name not in self._flat}
         content: dict[str, Any] = {"notebook": self._code, "own": own, "version": rar_lib.__version__}
-        job, label = None, ""
+        job, label, run = None, "", ""
         if self._flat:
             job = resolve_engines(
                 JobConfig.from_flat(**{name: parameters[name] for name in sorted(self._flat)}), lambda _: None
             )
-            content["job"] = identity(job, self._check(job))
+            digests = self._check(job)
+            content["job"], run = identity(job, digests), run_id(job, digests)
             label = label_of(settings(job))
             alike = {("hf", "hf"): "hf", ("vllm", "megatron"): "real"}.get((job.rollout.engine, job.trainer.engine))
             if parameters.get("engine") == "auto" and alike:  # another machine may have other engines
                 parameters = {**parameters, "engine": alike}
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
-        seed = parameters.get("seed")
-        name = re.sub(r"[^A-Za-z0-9.+]+", "-", arm or label or self._notebook.stem).strip("-")
-        folder = f"{name}{'' if seed is None else f'-seed{seed}'}-{digest}"
-        return Point(folder, self._notebook, arm or label or self._notebook.stem, label, axes, parameters, job)
+        stem = self._notebook.path.stem
+        parts = [label or stem, f"seed{parameters['seed']}" if "seed" in parameters else "", digest]
+        folder = "-".join(re.sub(r"[^A-Za-z0-9+_.]+|\.{2,}", "-", part).strip("-.")[:60] for part in parts if part)
+        return Point(
+            folder,
+            self._notebook.path,
+            self._notebook.source,
+            arm or label or stem,
+            label,
+            axes,
+            parameters,
+            job,
+            run,
+            self._places,
+        )
 
     def _check(self, job: JobConfig) -> dict[str, str]:
         """What is refused before a run starts is refused here; the digests of its checkpoint and task."""
-        Planner(job.router_replay)
+        faults: list[str] = []
+        found: dict[str, str] = {}
+
+        def look(name: str, call: Callable[[], str]) -> None:
+            try:
+                found[name] = call()
+            except (RarError, OSError) as error:
+                faults.append(str(error))
+
+        look("plan", lambda: str(Planner(job.router_replay).needs))
         missing = [e for e in (job.rollout.engine, job.trainer.engine) if not available(e)]
         if missing:
-            raise ConfigError(f"engine: {' and '.join(missing)} not installed")
+            faults.append(f"engine: {' and '.join(missing)} not installed")
         checkpoint, task = job.model.path, job.task.model_dump_json()
-        return {
-            "checkpoint": self._once(checkpoint, lambda: _digest_of(checkpoint)),
-            "task": self._once(task, lambda: Task(job.task).digest()),
-        }
+        look("checkpoint", lambda: self._once(checkpoint, lambda: _digest_of(checkpoint)))
+        look("task", lambda: self._once(task, lambda: Task(job.task).digest()))
+        if faults:
+            raise ConfigError("\n".join(faults))
+        return {name: found[name] for name in ("checkpoint", "task")}
 
     def _once(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self._seen:

@@ -8,17 +8,21 @@
         record.json            written last: done or failed, why, how long, how much memory, which runs
 
 A point that cannot be executed is a record too, with its cause: nothing that a notebook does ends the sweep. Whoever executes a point
-holds its folder; when the process that executes is killed, its kernel ends by itself within two seconds, and the next to come waits for
-that.
+holds its folder, and so does the kernel; when the process that executes is killed, the kernel ends with it (Linux), and whoever comes
+next, be it another sweep, waits for the folder and reads the record that it finds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
+import math
 import os
 import re
+import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -32,7 +36,7 @@ from rar_lib.errors import RunError
 from rar_lib.runs.files import commit, locked, write_json
 
 SCHEMA_VERSION = 1
-PATIENCE = 30.0  # seconds for the kernel of a killed sweep to end
+PATIENCE = math.inf  # seconds: another sweep may be computing the point
 LOOK = 0.25  # seconds between two looks at a kernel
 
 
@@ -43,23 +47,29 @@ class Task:
     Attributes:
         id: of the point.
         folder: of the point; made if it is not there.
-        notebook: to execute.
+        notebook: where the notebook lies, for whoever reads point.json.
+        source: the notebook itself without outputs, as it was when the point got its id.
         parameters: all of them, the places too.
+        runs_dir: folder of all runs.
         cwd: folder that relative paths among the parameters start from.
-        limit: seconds after which the kernel is killed; None: no limit.
+        limit: seconds from its start after which the kernel is killed; None: no limit.
         retry: execute a point again whose record says that it failed.
         memory: bytes that it may take, as estimated.
+        run: folder of the run that it makes; two points of one run are not executed at the same time. Empty: none, or not known.
         environment: variables that its kernel gets beside those of the executor.
     """
 
     id: str
     folder: str
     notebook: str
+    source: str
     parameters: dict[str, Any]
+    runs_dir: str
     cwd: str
     limit: float | None = None
     retry: bool = False
     memory: int = 0
+    run: str = ""
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -98,7 +108,9 @@ def read_record(folder: Path) -> Record | None:
         values = json.loads(path.read_text())
         if values["schema_version"] != SCHEMA_VERSION:
             raise ValueError(f"expected schema version {SCHEMA_VERSION}, found {values['schema_version']!r}")
-        return Record(**{**values, "runs": tuple(values["runs"])})
+        if values["id"] != folder.name or values["state"] not in ("done", "failed"):
+            raise ValueError(f"expected {folder.name}, done or failed, found {values['id']!r}, {values['state']!r}")
+        return Record(**{**values, "cause": str(values["cause"]), "runs": tuple(map(str, values["runs"]))})
     except FileNotFoundError:
         return None
     except NotADirectoryError:
@@ -107,67 +119,114 @@ def read_record(folder: Path) -> Record | None:
         raise RunError(f"point {folder}: record.json cannot be read: {error}") from None
 
 
+def lacks(record: Record, runs_dir: Path) -> list[str]:
+    """Runs of a done point that are no longer there, or not complete."""
+    return [run for run in record.runs if record.state == "done" and not (runs_dir / run / "summary.json").is_file()]
+
+
 def execute(task: Task) -> Record:
     """Execute a point, or return its record if it has ended. Never raises but for KeyboardInterrupt: what went wrong is the record's cause.
+
+    A done point whose run is gone is executed again.
 
     A failure that cannot be written, since the folder is not writable, is returned all the same.
     """
     folder = Path(task.folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, "point", PATIENCE):
+        with locked(folder, "point", PATIENCE) as lock:
             try:
                 before = read_record(folder)
             except RunError:
                 if not task.retry:
                     raise
                 before = None
-            if before is not None and not (before.state == "failed" and task.retry):
+            again = before is not None and (
+                (task.retry and before.state == "failed") or lacks(before, Path(task.runs_dir))
+            )
+            if before is not None and not again:
                 return before
-            record = _attempt(task, folder)
+            record = _attempt(task, folder, lock)
             write_json(folder / "record.json", asdict(record))
             return record
-    except (OSError, RunError) as error:
-        told = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
-        return Record(task.id, "failed", told, finished=time.time())
+    except Exception as error:
+        return Record(task.id, "failed", _explain(error), finished=time.time())
 
 
-def _attempt(task: Task, folder: Path) -> Record:
+def record_failure(task: Task, cause: str) -> Record:
+    """The record of a point whose process is gone: the one that it left, or a failure that is written if it can be."""
+    folder = Path(task.folder)
+    record = Record(task.id, "failed", cause, finished=time.time())
+    with contextlib.suppress(OSError, RunError), locked(folder, "point", 5.0):
+        before = read_record(folder)
+        if before is not None:
+            return before
+        write_json(folder / "record.json", asdict(record))
+    return record
+
+
+def _attempt(task: Task, folder: Path, lock: int) -> Record:
     out, partial = folder / "out", folder / "notebook.partial.ipynb"
-    out.mkdir(exist_ok=True)
-    (folder / "record.json").unlink(missing_ok=True)
+    for name in ("record.json", "notebook.ipynb", partial.name, "kernel.log"):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(out, ignore_errors=True)  # nothing of an earlier attempt may pass for this one's
+    out.mkdir()
     asked = {"id": task.id, "notebook": task.notebook, "parameters": task.parameters}
     write_json(folder / "point.json", {"schema_version": SCHEMA_VERSION, **asked})
     begun = time.monotonic()
-    watch = _Watch(task.limit)
-    cause = ""
+    watch, cause = _Watch(task.limit), ""
+    runs: tuple[str, ...] = ()
     with watch, _environment(task.environment):
         try:
-            _papermill(task, partial, folder / "kernel.log", watch)
+            _papermill(task, partial, folder / "kernel.log", watch, lock)
+            runs = _runs_of(out)
         except Exception as error:
             cause = watch.cause or _explain(error)
     if partial.exists():
-        commit(partial, folder / "notebook.ipynb")
-    runs = _runs_of(out)
+        try:
+            json.loads(partial.read_text())
+            commit(partial, folder / "notebook.ipynb")
+        except ValueError:
+            cause = cause or f"{partial.name} was not written whole"
     seconds = time.monotonic() - begun
     return Record(task.id, "failed" if cause else "done", cause, seconds, watch.peak, runs, time.time())
 
 
-def _papermill(task: Task, target: Path, log: Path, watch: _Watch) -> None:
+def _papermill(task: Task, target: Path, log: Path, watch: _Watch, lock: int) -> None:
+    import nbformat
     import papermill
     from jupyter_client.manager import AsyncKernelManager
 
     class Kernel(AsyncKernelManager):
         async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
             with log.open("w") as file:
-                await super().start_kernel(stdout=file, stderr=file, **options)
+                await super().start_kernel(
+                    stdout=file, stderr=file, pass_fds=(lock,), preexec_fn=_end_with_the_parent, **options
+                )
             watch.kernel = getattr(self.provisioner, "pid", None)
 
     logging.getLogger("papermill").setLevel(logging.ERROR)
-    papermill.execute_notebook(
-        task.notebook, str(target), task.parameters, cwd=task.cwd, progress_bar=False, kernel_name="python3", language="python",
-        start_timeout=120, kernel_manager_class=Kernel,
+    path = str(target).replace("{", "{{").replace("}", "}}")  # papermill formats paths with the parameters
+    done = papermill.execute_notebook(
+        nbformat.reads(task.source, as_version=4), path, task.parameters, cwd=task.cwd, progress_bar=False, kernel_name="python3",
+        language="python", start_timeout=120, kernel_manager_class=Kernel,
     )  # fmt: skip
+    left = [c for c in done.cells if c.cell_type == "code" and c.source.strip() and c.execution_count is None]
+    if left:  # papermill takes an exit with status 0 for an end
+        raise RunError(f"{len(left)} cells were not executed: the kernel was left early")
+
+
+def _end_with_the_parent() -> None:
+    """In the kernel before it starts: be killed when the process that executes the point ends (Linux: PR_SET_PDEATHSIG)."""
+    if _LIBC is not None:
+        _LIBC.prctl(1, int(signal.SIGKILL))
+
+
+try:
+    _LIBC: Any = ctypes.CDLL(None)
+    _LIBC.prctl  # noqa: B018 - is it there?
+except (OSError, AttributeError):  # another system: ipykernel itself looks for its parent once a second
+    _LIBC = None
 
 
 def _explain(error: Exception) -> str:
@@ -176,7 +235,7 @@ def _explain(error: Exception) -> str:
         return f"cell {error.exec_count}: {error.ename}: {_one_line(str(error.evalue))}"  # type: ignore[attr-defined]
     if name == "DeadKernelError":
         return "the kernel died; if nobody ended it, the machine may have run out of memory (kernel.log has its last words)"
-    return f"{name}: {_one_line(str(error))}"
+    return _one_line(str(error)) if isinstance(error, RunError) else f"{name}: {_one_line(str(error))}"
 
 
 def _one_line(text: str, longest: int = 500) -> str:
@@ -190,7 +249,12 @@ def _runs_of(out: Path) -> tuple[str, ...]:
     table = out / "policies.csv"
     if not table.exists():
         return ()
-    runs = pd.read_csv(table, dtype=str)
+    try:
+        runs = pd.read_csv(table, dtype=str)
+    except ValueError as error:  # pandas' errors and wrong encodings are among them
+        raise RunError(f"out/policies.csv cannot be read: {error}") from None
+    if "run" in runs and runs["run"].isna().any():
+        raise RunError("out/policies.csv: expected the name of a run in every row, found none in some")
     return tuple(runs["run"]) if "run" in runs else ()
 
 
@@ -225,11 +289,13 @@ class _Watch:
         self.peak: int | None = None
 
     def _look(self) -> None:
-        begun = time.monotonic()
+        begun = math.inf
         while not self._stop.wait(LOOK):
-            if self.kernel is not None:
-                self.peak = _high_water(self.kernel) or self.peak
-            if self._limit is not None and time.monotonic() - begun > self._limit and self.kernel and not self.cause:
+            if self.kernel is None:
+                continue
+            begun = min(begun, time.monotonic())
+            self.peak = _high_water(self.kernel) or self.peak
+            if self._limit is not None and time.monotonic() - begun > self._limit and not self.cause:
                 self.cause = f"exceeded its limit of {self._limit:g} s, and was ended"
                 end_process(self.kernel)
 
@@ -240,17 +306,20 @@ class _Watch:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._thread.join()
-        if self.kernel is not None and any(exc):
-            end_process(self.kernel)  # of an interrupted point; papermill ends the kernel of any other
+        if (
+            self.kernel is not None
+        ):  # of an interrupted point; papermill ends the kernel of any other, but not what it started
+            end_process(self.kernel)
 
 
-def end_process(pid: int) -> None:
-    """Kill a process that this one started, and its children."""
+def end_process(kernel: int) -> None:
+    """Kill a kernel, and whatever it started and did not give another session."""
     with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for one in [*process.children(recursive=True), process]:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
+        psutil.Process(kernel).kill()  # first, so that it starts nothing any more
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) == kernel:
+                process.kill()
 
 
 def _high_water(pid: int) -> int | None:

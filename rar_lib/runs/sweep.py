@@ -18,13 +18,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 from tqdm import tqdm
 
 from rar_lib.config import JobConfig
@@ -32,8 +31,8 @@ from rar_lib.errors import RunError
 from rar_lib.estimate import estimate
 from rar_lib.runs.executors import Options, get_executor
 from rar_lib.runs.files import locked, write_json, write_text
-from rar_lib.runs.grid import PLACES, Grid, Point, parameters_of, points_of
-from rar_lib.runs.point import Record, Task, read_record
+from rar_lib.runs.grid import PLACES, Grid, Point, points_of
+from rar_lib.runs.point import Record, Task, lacks, read_record
 from rar_lib.runs.store import RUNS_DIR
 
 logger = logging.getLogger("rar")
@@ -51,13 +50,13 @@ class Sweep:
         folder: of the sweep.
         points: of the grid, in order.
         records: of those that have ended, by id.
-        ran: ids of those that were executed by this call.
+        ran: ids of those whose execution this call started.
     """
 
     folder: Path
     points: Sequence[Point]
     records: Mapping[str, Record]
-    ran: frozenset[str] = frozenset()
+    ran: set[str] = field(default_factory=set)
 
     def count(self, state: str) -> int:
         """Points that ended in a state."""
@@ -113,27 +112,49 @@ def run_sweep(
     """
     execute, options = get_executor(executor), options or Options()
     points = points_of(grid)
-    folder = runs_dir / "sweeps" / str(grid.name)
+    folder = runs_dir / "sweeps" / (grid.name or points[0].notebook.stem)
+    with _folder(folder):
+        records = {p.id: record for p in points if (record := ended(p, runs_dir)) is not None}
+        left = [p for p in points if p.id not in records or (retry and records[p.id].state == "failed")]
+        for point in left:
+            records.pop(point.id, None)
+        sweep = Sweep(folder, points, records)
+        _keep_grid(grid, folder)
+        tasks = [task_of(point, runs_dir, limit=limit, retry=retry) for point in left]
+        unwritten = _write(sweep, runs_dir)
+        with (
+            _Line(folder.name, sweep, len(left)) as line,
+            contextlib.closing(execute(tasks, replace(options, told=line.started))) as ending,  # type: ignore[type-var]
+        ):
+            for task, record in ending:
+                records[task.id] = record
+                unwritten = _write(sweep, runs_dir)
+                line.ended(record)
+        if unwritten is not None:
+            raise RunError(f"sweep {folder}: every point has ended, but the table could not be written: {unwritten}")
+        return sweep
+
+
+@contextlib.contextmanager
+def _folder(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, "sweep"):
-            write_text(folder / "grid.yaml", yaml.safe_dump(grid.model_dump(), sort_keys=False))
-            records = {p.id: record for p in points if (record := _ended(p, runs_dir)) is not None}
-            left = [p for p in points if p.id not in records or (retry and records[p.id].state == "failed")]
-            for point in left:
-                records.pop(point.id, None)
-            tasks = [task_of(point, runs_dir, limit=limit, retry=retry) for point in left]
-            begun = Sweep(folder, points, records, frozenset(p.id for p in left))
-            _write(begun, runs_dir)
-            with (
-                _Line(str(grid.name), begun, len(left)) as line,
-                contextlib.closing(execute(tasks, replace(options, told=line.started))) as ended,  # type: ignore[type-var]
-            ):
-                for task, record in ended:
-                    records[task.id] = record
-                    _write(begun, runs_dir)
-                    line.ended(record)
-            return begun
+        (folder / ".lock").touch()
+    except OSError as error:
+        raise RunError(f"sweep {folder}: {error.strerror or error}") from None
+    with locked(folder, "sweep"):
+        yield
+
+
+def _keep_grid(grid: Grid, folder: Path) -> None:
+    """Write the grid; says so if the folder had another one, whose table it replaces."""
+    path, text = folder / "grid.yaml", grid.text()
+    try:
+        if path.exists() and path.read_text() != text:
+            logger.warning(
+                "%s: another grid of this name was here; its table is replaced, its points and runs stay", folder.name
+            )
+        write_text(path, text)
     except OSError as error:
         raise RunError(f"sweep {folder}: {error.strerror or error}") from None
 
@@ -142,11 +163,11 @@ def task_of(point: Point, runs_dir: Path, *, limit: float | None = None, retry: 
     """What an executor needs of a point."""
     folder = folder_of(point, runs_dir)
     places = {"runs_dir": str(runs_dir.resolve()), "out_dir": str((folder / "out").resolve())}
-    known = parameters_of(point.notebook)
-    given = {**point.parameters, **{name: places[name] for name in PLACES if name in known}}
+    given = {**point.parameters, **{name: places[name] for name in PLACES if name in point.places}}
     return Task(
-        point.id, str(folder.resolve()), str(point.notebook), given, os.getcwd(), limit, retry, memory_of(point.job)
-    )
+        point.id, str(folder.resolve()), str(point.notebook), point.source, given, places["runs_dir"], os.getcwd(), limit, retry,
+        memory_of(point.job), point.run,
+    )  # fmt: skip
 
 
 def folder_of(point: Point, runs_dir: Path) -> Path:
@@ -162,24 +183,17 @@ def memory_of(job: JobConfig | None) -> int:
     return parts + LIBRARIES.get(job.rollout.engine, LIBRARIES["vllm"])
 
 
-def read_sweep(folder: Path) -> list[str]:
-    """Names of the run folders of a sweep's done points.
-
-    Raises:
-        RunError: if it is no sweep, or its status cannot be read.
-    """
+def ended(point: Point, runs_dir: Path) -> Record | None:
+    """How a point ended; None if it did not, or if its run is gone since. A record that cannot be read is a failure."""
     try:
-        status = json.loads((folder / "status.json").read_text())
-        return list(dict.fromkeys(run for record in status["points"] for run in record["runs"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"sweep {folder}: status.json cannot be read: {error}") from None
-
-
-def _ended(point: Point, runs_dir: Path) -> Record | None:
-    try:
-        return read_record(folder_of(point, runs_dir))
+        record = read_record(folder_of(point, runs_dir))
     except RunError as error:
         return Record(point.id, "failed", str(error))
+    gone = [] if record is None else lacks(record, runs_dir)
+    if gone:
+        logger.warning("%s: its run %s is gone; it is executed again", point.id, gone[0])
+        return None
+    return record
 
 
 def _runs(record: Record | None) -> tuple[str, ...]:
@@ -194,13 +208,21 @@ def _summary(run: Path) -> dict[str, Any]:
     return {name: summary.get(name) for name in NUMBERS}
 
 
-def _write(sweep: Sweep, runs_dir: Path) -> None:
-    points = [
-        {"arm": p.arm, "id": p.id, **asdict(record)} if (record := sweep.records.get(p.id)) else {"arm": p.arm, "id": p.id, "state": "left", "runs": []}
-        for p in sweep.points
-    ]  # fmt: skip
-    write_json(sweep.folder / "status.json", {"written": time.time(), "points": points})
-    write_text(sweep.folder / "table.csv", sweep.table(runs_dir).to_csv(index=False))
+def _write(sweep: Sweep, runs_dir: Path) -> OSError | None:
+    """Write status and table; a failure is said and returned, since the next point may bring both up to date."""
+    points = []
+    for point in sweep.points:
+        record = sweep.records.get(point.id)
+        points.append(
+            {"arm": point.arm, "id": point.id, **(asdict(record) if record else {"state": "left", "runs": []})}
+        )
+    try:
+        write_json(sweep.folder / "status.json", {"written": time.time(), "points": points})
+        write_text(sweep.folder / "table.csv", sweep.table(runs_dir).to_csv(index=False))
+    except OSError as error:
+        logger.warning("%s: the table could not be written: %s", sweep.folder.name, error.strerror or error)
+        return error
+    return None
 
 
 class _Line:
@@ -221,6 +243,7 @@ class _Line:
 
     def started(self, task: Task) -> None:
         """A point starts."""
+        self._sweep.ran.add(task.id)
         self._running += 1
         self._show(quiet=True)
 

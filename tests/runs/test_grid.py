@@ -49,7 +49,7 @@ def test_every_combination_in_order_seeds_innermost(light: str, tmp_path: Path) 
     assert told[-1] == ("mine", 8, 3e-4, 4, 2)
     assert {p.parameters["steps"] for p in found} == {3}
     assert found[-1].label == "margin 0.25"
-    assert found[-1].id.startswith("mine-seed2-")
+    assert found[-1].id.startswith("margin-0.25-seed2-")
     assert found[-1].job is not None
     assert found[-1].job.router_replay.budget == "0.25"
 
@@ -80,6 +80,58 @@ def test_a_point_is_named_by_what_it_computes(light: str, tmp_path: Path, monkey
     before = names()
     monkeypatch.setattr(rar_lib, "__version__", "9.9.9")
     assert names() != before
+
+
+def test_the_name_of_an_arm_is_none_of_what_is_computed(light: str, tmp_path: Path) -> None:
+    found = points_of(
+        grid(f"{{notebook: {light}, arms: {{a: {{policy: none}}, b: {{policy: none}}}}, seeds: [0]}}", tmp_path)
+    )
+    assert [(p.arm, p.also) for p in found] == [("a", ("policy='none', seed=0",))]
+    (renamed,) = points_of(Grid(notebook=light, arms={"c/../../é" + "x" * 300: {"policy": "none"}}, seeds=[0]))
+    assert renamed.id == found[0].id
+
+
+def test_a_name_of_a_folder_is_a_name(tmp_path: Path) -> None:
+    own = write_notebook(tmp_path / "a b.ipynb", 'seed: str = "x"\nout_dir: str = ""\n', "print(seed)")
+    (point,) = points_of(Grid(notebook=str(own), base={"seed": "../../up"}))
+    assert "/" not in point.id
+    assert ".." not in point.id
+    assert point.id.startswith("a-b-seed")
+
+
+def test_the_notebook_is_read_once(light: str) -> None:
+    (point,) = points_of(Grid(notebook=light))
+    Path(light).write_text("{}")
+    assert "run_job(job" in point.source
+
+
+def test_a_grid_is_written_as_it_is_read(tmp_path: Path) -> None:
+    first = grid(
+        "{base: {a: '1e-4', b: 1e-4, c: '3', d: 'off', e: ''}, arms: {x: &x {f: 1}, y: {<<: *x, g: 2}}}", tmp_path
+    )
+    assert first.arms == {"x": {"f": 1}, "y": {"f": 1, "g": 2}}
+    assert grid(first.text(), tmp_path) == first
+
+
+def test_a_notebook_beside_the_grid_is_found_from_anywhere(
+    light: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    assert points_of(grid("{notebook: light.ipynb}", tmp_path))[0].notebook == Path(light)
+
+
+def test_one_fault_does_not_hide_another(light: str, tmp_path: Path) -> None:
+    for text, expected in (
+        ("{base: {nope: 1, lr: -1.0, policy: wrong}}", ("base.nope", "algorithm.lr", "parameter 'policy'")),
+        ("{base: {policy: R9, lr: -1.0, steps: 0}}", ("parameter 'policy'", "algorithm.lr", "steps")),
+        ("{base: {routes: nonsense, engine: vlm}}", ("parameter 'engine'",)),
+        ("{base: {lr: .inf}}", ("base.lr: expected a finite float, found inf",)),
+        ("{base: {lr: .nan}}", ("base.lr: expected a finite float, found nan",)),
+        (f"{{base: {{lr: 1{'0' * 400}}}}}", ("base.lr: expected a finite float, found 1000",)),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            points_of(grid(text, tmp_path).model_copy(update={"notebook": light}))
+        assert all(part in str(caught.value) for part in expected), str(caught.value)
 
 
 def test_every_fault_at_once(light: str, tmp_path: Path) -> None:
@@ -153,12 +205,27 @@ def test_a_model_that_is_not_there_is_refused_before_any_kernel(light: str, tmp_
         ("{base: {lr: 1e-4, lr: 2e-4}}", "lr: given twice"),
         ("{name: ../up}", "name: String should match pattern"),
         ("{base: [", "while parsing"),
+        ("{zip: {}}", "zip.0: Dictionary should have at least 1 item"),
+        ("{zip: [{lr: []}]}", "zip.0.lr: List should have at least 1 item"),
     ],
 )
 def test_a_file_that_is_no_grid(text: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="grid file") as caught:
         grid(text, tmp_path)
     assert told in str(caught.value)
+
+
+def test_a_file_without_a_name(tmp_path: Path) -> None:
+    (tmp_path / "...yaml").write_text("{seeds: [0]}")
+    with pytest.raises(ConfigError, match=r"expected a file name like night.yaml"):
+        Grid.from_file(tmp_path / "...yaml")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"cells": 3}', '{"cells": [{}]}', '{"cells": [], "metadata": 3}'])
+def test_a_file_that_is_no_notebook(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.ipynb").write_text(text)
+    with pytest.raises(ConfigError, match=r"notebook .*x.ipynb: (cannot be read|expected one cell)"):
+        points_of(Grid(notebook=str(tmp_path / "x.ipynb")))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
