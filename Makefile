@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^\# \(torch==.*\)/\1/p' requirements.lock)
 STAMP := $(VENV)/.installed
 # Two test processes; the tests of a file share what its fixtures built.
-PARALLEL := -n 2 --dist loadfile
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 NBVAL := --nbval-cell-timeout=900 -W default
 # Notebooks that start no engine and draw from committed data: their outputs must come out as they are committed.
 DETERMINISTIC := $(addprefix notebooks/,04_budget_frontier.ipynb 06_route_doctor.ipynb 08_compare_runs.ipynb)

@@ -23,10 +23,7 @@ from typing import Any
 
 from rar_lib.runs.executors import Options, pool
 from rar_lib.runs.files import write_json
-from rar_lib.runs.grid import Grid, points_of
 from rar_lib.runs.point import Record
-from rar_lib.runs.store import describe_environment
-from rar_lib.runs.sweep import folder_of, run_sweep, task_of
 from tests.runs.notebooks import JOB, PARAMETERS, write_grid, write_notebook
 
 NOTHING = 'out_dir: str = ""\nruns_dir: str = ""\nseed: int = 0\n'
@@ -41,6 +38,9 @@ def wall(call: Callable[[], Any]) -> float:
 
 def overhead(folder: Path, parameters: str, code: str, rounds: int) -> dict[str, Any]:
     """Point against script, in turn; every round is a new seed, so that nothing is reused."""
+    from rar_lib.runs.grid import Grid, points_of  # not above: processes of the pool import this file
+    from rar_lib.runs.sweep import task_of
+
     notebook = write_notebook(folder / "point.ipynb", parameters, code)
     tasks = [
         task_of(p, folder / "points") for p in points_of(Grid(notebook=str(notebook), seeds=list(range(rounds + 1))))
@@ -70,6 +70,9 @@ def overhead(folder: Path, parameters: str, code: str, rounds: int) -> dict[str,
 
 def skip(folder: Path, count: int) -> dict[str, Any]:
     """Finished points, looked up and left alone."""
+    from rar_lib.runs.grid import Grid, points_of
+    from rar_lib.runs.sweep import folder_of, run_sweep
+
     notebook = write_notebook(folder / "point.ipynb", PARAMETERS, JOB)
     values = {"notebook": str(notebook), "seeds": list(range(count))}
     grid = Grid(name="skip", **values)
@@ -92,6 +95,9 @@ def skip(folder: Path, count: int) -> dict[str, Any]:
 
 def memory(folder: Path) -> dict[str, Any]:
     """Peak of the kernel of a point of 07_policies at the quickstart's size."""
+    from rar_lib.runs.grid import Grid, points_of
+    from rar_lib.runs.sweep import task_of
+
     found = {}
     for engine in ("hf", "real"):
         (point,) = points_of(Grid(base={"engine": engine, "steps": 3}))
@@ -111,7 +117,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for name, make in {
         "overhead, nothing to do": lambda f: overhead(f, NOTHING, "print(seed)", options.rounds),
-        "overhead, a small job": lambda f: overhead(f, PARAMETERS, JOB, max(3, options.rounds // 2)),
+        "overhead, a small job": lambda f: overhead(f, PARAMETERS, JOB, options.rounds),
         "skip": lambda f: skip(f, 100),
         "memory": memory,
     }.items():
@@ -119,6 +125,8 @@ def main() -> None:
             found[name] = make(Path(folder))
         print(name, json.dumps(found[name]), flush=True)
     if options.out is not None:
+        from rar_lib.runs.store import describe_environment
+
         write_json(options.out, {"environment": describe_environment(0), **found})
 
 

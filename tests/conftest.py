@@ -30,6 +30,23 @@ mpl.use("agg")  # here and not by the environment, which kernels started by test
 HF = {"rollout": {"engine": "hf"}, "trainer": {"engine": "hf"}}
 
 
+# Files that take long, the longest first: two test processes then end at about the same time.
+LONG = (
+    "test_notebooks.py",
+    "test_sweep.py",
+    "test_job.py",
+    "test_jupyterlab.py",
+    "test_hygiene.py",
+    "test_real_pair.py",
+    "test_frontier.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; within a file nothing changes."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
 def hf_config(*overrides: str) -> JobConfig:
     """A job on the hf engines."""
     return JobConfig.build(HF, overrides)

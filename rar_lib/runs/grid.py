@@ -162,8 +162,12 @@ class Point:
     also: tuple[str, ...] = field(default=())
 
 
-def points_of(grid: Grid) -> list[Point]:
+def points_of(grid: Grid, is_left: Callable[[Point], bool] = lambda point: True) -> list[Point]:
     """The points of a grid, in the order of arms, axes and seeds, seeds innermost.
+
+    Args:
+        grid: as it was read.
+        is_left: a point that is not left to run needs no look at its model, which takes seconds.
 
     Raises:
         ConfigError: one line a fault, all of them: unknown parameters, wrong types, values out of range, parts that do not go together,
@@ -190,6 +194,16 @@ def points_of(grid: Grid) -> list[Point]:
             continue
         before = found.get(point.id)
         found[point.id] = point if before is None else replace(before, also=(*before.also, told))
+    models: dict[str, list[Point]] = {}
+    for point in found.values():
+        if point.job is not None:
+            models.setdefault(point.job.model.path, []).append(point)
+    for model, users in models.items():
+        if any(map(is_left, users)):
+            try:
+                router_header(resolve_checkpoint(model))  # a model without replayable routers is refused
+            except RarError as error:
+                wrong.setdefault(str(error), []).append(f"model={model!r}")
     if faults or wrong:
         lines = [
             *dict.fromkeys(line for _, line in faults),
@@ -437,7 +451,7 @@ class _Builder:
         if missing:
             faults.append(f"engine: {' and '.join(missing)} not installed")
         checkpoint, task = job.model.path, job.task.model_dump_json()
-        look("checkpoint", lambda: self._once(checkpoint, lambda: _digest_of(checkpoint)))
+        look("checkpoint", lambda: self._once(checkpoint, lambda: digest_checkpoint(resolve_checkpoint(checkpoint))))
         look("task", lambda: self._once(task, lambda: Task(job.task).digest()))
         if faults:
             raise ConfigError("\n".join(faults))
@@ -447,12 +461,6 @@ class _Builder:
         if key not in self._seen:
             self._seen[key] = make()
         return self._seen[key]
-
-
-def _digest_of(checkpoint: str) -> str:
-    path = resolve_checkpoint(checkpoint)
-    router_header(path)  # a model without replayable routers is refused
-    return digest_checkpoint(path)
 
 
 def _some(told: list[str]) -> str:

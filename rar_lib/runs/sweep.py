@@ -37,7 +37,7 @@ from rar_lib.runs.store import RUNS_DIR
 
 logger = logging.getLogger("rar")
 # What a kernel takes beside the parts that the estimate counts: interpreter, libraries and kernels' caches (benchmarks/sweep.py).
-LIBRARIES = {"hf": 1_000_000_000, "vllm": 1_700_000_000}
+LIBRARIES = {"hf": 1_500_000_000, "vllm": 1_700_000_000}
 NUMBERS = ("reward_first", "reward_last", "evaluation_last", "k3_rollout_old", "extreme_fraction_tau2", "router_flip", "collapsed_at",
            "diverged")  # fmt: skip
 
@@ -111,7 +111,7 @@ def run_sweep(
         KeyboardInterrupt: after every kernel was ended; start it again to continue.
     """
     execute, options = get_executor(executor), options or Options()
-    points = points_of(grid)
+    points = points_of(grid, lambda point: ended(point, runs_dir, quiet=True) is None)
     folder = runs_dir / "sweeps" / (grid.name or points[0].notebook.stem)
     with _folder(folder):
         records = {p.id: record for p in points if (record := ended(p, runs_dir)) is not None}
@@ -183,13 +183,15 @@ def memory_of(job: JobConfig | None) -> int:
     return parts + LIBRARIES.get(job.rollout.engine, LIBRARIES["vllm"])
 
 
-def ended(point: Point, runs_dir: Path) -> Record | None:
+def ended(point: Point, runs_dir: Path, *, quiet: bool = False) -> Record | None:
     """How a point ended; None if it did not, or if its run is gone since. A record that cannot be read is a failure."""
     try:
         record = read_record(folder_of(point, runs_dir))
     except RunError as error:
         return Record(point.id, "failed", str(error))
     gone = [] if record is None else lacks(record, runs_dir)
+    if gone and quiet:
+        return None
     if gone:
         logger.warning("%s: its run %s is gone; it is executed again", point.id, gone[0])
         return None
