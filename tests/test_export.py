@@ -102,6 +102,8 @@ def test_absent_values_are_left_out_and_infinite_ones_are_not(run: RunResult) ->
 def test_what_cannot_be_exported_is_refused(run: RunResult, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected one of tensorboard, wandb, found 'excel'"):
         export([run.path], "excel", tmp_path)
+    with pytest.raises(RunError, match=r"expected each name once, found R3-seed0-.* twice"):
+        export([run.path, run.path], "tensorboard", tmp_path)
     store = RunStore(tmp_path, JobConfig(), {"checkpoint": "c", "task": "t"})
     with store.held():
         pass

@@ -61,7 +61,13 @@ def test_every_difference_is_reported(run: Path, tmp_path: Path) -> None:
     tensors = load_file(state)
     first = next(k for k in tensors if k.startswith("model."))
     tensors[first].view(-1)[0] += 0.5
+    wider = next(k for k in tensors if k.startswith("optimizer.exp_avg."))
+    tensors[wider] = tensors[wider].double()  # the same values in another type
     save_file(tensors, state)
+    (copy / "checkpoints" / "step-000009.partial").mkdir()  # as a kill leaves it; it is no checkpoint
+    planner = next(copy.glob("checkpoints/step-000002/state.json"))
+    kept = json.loads(planner.read_text())
+    planner.write_text(json.dumps(kept | {"planner": {**kept["planner"], "touched": True}}))
     next(copy.glob("traces/*-rollout.safetensors")).unlink()
     environment = json.loads((copy / "environment.json").read_text())
     environment["versions"]["torch"] = "1.0"
@@ -76,10 +82,12 @@ def test_every_difference_is_reported(run: Path, tmp_path: Path) -> None:
     assert told["summary.json", "k3_rollout_old"].largest == pytest.approx(1e-9, rel=1e-3)
     assert told["replay.jsonl", f"1.{name}"].second == str(record[name])
     assert told["checkpoints", first].largest == 0.5
+    assert told["checkpoints", wider].second.startswith("torch.float64")
     assert told["traces", "file"].second == "absent"
-    assert len(told) == 7
+    assert told["checkpoints", "planner.touched"].second == "True"
+    assert len(told) == 9
     assert [name for name, _, _ in found.environment] == ["versions.torch"]
-    assert "7 columns or fields differ" in str(found)
+    assert "9 columns or fields differ" in str(found)
 
 
 def test_what_cannot_be_run_again_says_why(run: Path, tmp_path: Path) -> None:
