@@ -92,6 +92,13 @@ def test_the_name_of_an_arm_is_none_of_what_is_computed(light: str, tmp_path: Pa
     assert renamed.id == found[0].id
 
 
+def test_an_engine_that_is_chosen_here_is_the_one_everywhere(light: str) -> None:
+    """Another node of a cluster may have other engines installed."""
+    auto, real = (points_of(Grid(notebook=light, base={"engine": engine}))[0] for engine in ("auto", "real"))
+    assert auto.parameters["engine"] == "real"
+    assert auto.id == real.id
+
+
 def test_a_name_of_a_folder_is_a_name(tmp_path: Path) -> None:
     own = write_notebook(tmp_path / "a b.ipynb", 'seed: str = "x"\nout_dir: str = ""\n', "print(seed)")
     (point,) = points_of(Grid(notebook=str(own), base={"seed": "../../up"}))
