@@ -53,7 +53,7 @@ def sweep(
     ] = "pool",
     workers: Annotated[int | None, tyro.conf.arg(help="points at a time, by default one a core, or a GPU")] = None,
     memory: Annotated[
-        float | None, tyro.conf.arg(help="GB that all points may take, by default 90 %% of what is free")
+        float | None, tyro.conf.arg(help="GB that all points may take, by default 90 % of what is free")
     ] = None,
     limit: Annotated[float | None, tyro.conf.arg(help="seconds that a point may take")] = None,
     retry: Annotated[bool, tyro.conf.arg(help="execute failed points again")] = False,
@@ -65,7 +65,8 @@ def sweep(
     ] = True,
     runs_dir: RunsDir = None,
 ) -> None:
-    """Execute a notebook at every point of a grid; start it again to continue. Exit status: 0 all done, 1 some failed, 130 interrupted."""
+    """Execute a notebook at every point of a grid; start it again to continue. Exit status: 0 all done, 1 some failed, 2 refused, 130
+    interrupted."""
     from rar_lib.runs.executors import Options, gpus
     from rar_lib.runs.forecast import forecast
     from rar_lib.runs.grid import Grid
@@ -86,9 +87,15 @@ def sweep(
     for point in done.points:
         if point.also:
             print(f"{point.id} is also {'; '.join(point.also)}")
-    table = done.table(folder)
-    print(table.drop(columns=["label", "seconds"]).to_string(index=False, na_rep=""))
+    print(done.brief(folder).to_string(index=False, na_rep=""))
+    for point in done.points:
+        if point.id in done.records and done.records[point.id].state == "failed":
+            print(f"failed: {done.records[point.id].cause} ({folder / 'points' / point.id})")
     print(f"{done.count('done')} done, {done.count('failed')} failed; {len(done.ran)} executed now")
+    if done.count("failed"):
+        print("--retry executes failed points again")
+    if done.runs():
+        print(f"rar compare {done.folder.name}" + (f" --runs-dir {runs_dir}" if runs_dir else ""))
     print(done.folder)
     if done.count("done") < len(done.points):
         sys.exit(1)
@@ -170,7 +177,9 @@ def compare(
     baseline: Annotated[str | None, tyro.conf.arg(help="policy to compare with, by default none")] = None,
     out: Annotated[
         Path | None,
-        tyro.conf.arg(help="folder for compare.html, compare.md, CSV and figures, by default data/runs/compared"),
+        tyro.conf.arg(
+            help="folder for compare.html, compare.md, CSV and figures, by default data/runs/compared/SOURCE"
+        ),
     ] = None,
     runs_dir: RunsDir = None,
 ) -> None:
@@ -183,7 +192,9 @@ def compare(
     folder = runs_dir or RUNS_DIR
     found = read_comparison(sources, folder, baseline)
     print(as_text(found))
-    for page in write_comparison(found, out or folder / "compared"):
+    name = "+".join(Path(source).name or "here" for source in sources)
+    place = out or folder / "compared" / (name if len(name) <= 80 else f"{len(sources)}-sources")
+    for page in write_comparison(found, place):
         print(page)
 
 

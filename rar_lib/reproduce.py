@@ -59,7 +59,8 @@ class Reproduction:
         run, again: the two folders.
         compared: values that were compared.
         differences: every one, in the order of the files.
-        environment: what of versions and machine is not the same: name, then and now.
+        environment: what of versions and machine is not the same: name, then and now; it does not count as a difference.
+        absent: what could not be compared, since the first run does not have it any more.
     """
 
     run: Path
@@ -67,6 +68,7 @@ class Reproduction:
     compared: int
     differences: tuple[Difference, ...]
     environment: tuple[tuple[str, str, str], ...]
+    absent: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -84,6 +86,7 @@ class Reproduction:
             at = "" if d.step is None else f" from step {d.step} on"
             by = "" if d.largest is None else f" (largest difference {d.largest:.3g})"
             lines.append(f"{d.where}: {d.what} differs{at}: {d.first} and {d.second}{by}")
+        lines += [f"not compared: {what}, which the run no longer has" for what in self.absent]
         told = "none differs" if self.equal else f"{len(self.differences)} columns or fields differ"
         return "\n".join([*lines, f"{self.compared:,} values compared, {told}"])
 
@@ -149,7 +152,9 @@ def compare(run: Path, again: Path) -> Reproduction:
     flat = [{f"{k}": v for k, v in _leaves(e)} for e in (then, now)]
     names = list(dict.fromkeys([*flat[0], *flat[1]]))
     moved = [(n, str(flat[0].get(n)), str(flat[1].get(n))) for n in names if flat[0].get(n) != flat[1].get(n)]
-    return Reproduction(run, again, compared, tuple(found), tuple(moved))
+    absent = [] if last else ["the trainer state"]
+    absent += [] if any((run / "traces").glob("*.safetensors")) else ["traces"]
+    return Reproduction(run, again, compared, tuple(found), tuple(moved), tuple(absent))
 
 
 def _timed(name: str) -> bool:

@@ -38,11 +38,13 @@ class Forecast:
         points: a row a point: point, arm, label, axes, state, seconds (NaN if unknown), memory (bytes), how.
         workers: points at a time, as many as fit into memory.
         retry: failed points are executed again.
+        room: bytes that points may take together.
     """
 
     points: pd.DataFrame
     workers: int
     retry: bool = False
+    room: int | None = None
 
     def __str__(self) -> str:
         shown = self.points.assign(
@@ -59,6 +61,11 @@ class Forecast:
             lines.append(f"{len(left)} of {len(self.points)} points to run, {told} with {self.workers} at a time")
         else:
             lines.append(f"none of {len(self.points)} points to run")
+        large = 0 if self.room is None else int((left["memory"] > self.room).sum())
+        if large:
+            lines.append(
+                f"{large} of them need more memory than may be taken ({human(self.room or 0)}) and would not be started"
+            )
         if failed:
             lines.append(f"{failed} failed before and are left alone; --retry executes them again")
         return "\n".join(lines)
@@ -103,12 +110,12 @@ def forecast(grid: Grid, runs_dir: Path, options: Options, *, retry: bool = Fals
             row["seconds"], row["how"] = record.seconds, "took"
         elif told is not None and point.job is not None:
             row["seconds"], row["how"] = told[0] + told[1] * point.job.steps, told[2]
-        row["memory"] = (record.peak if record is not None else None) or memory_of(point.job)
+        row["memory"] = (record.peak if record is not None and record.state == "done" else None) or memory_of(point.job)
         rows.append(row)
     table = pd.DataFrame(rows)
     memory = free_memory() if options.memory is None else options.memory
     at_a_time = min(options.at_a_time, max(1, int(memory // max(1, table["memory"].max()))))
-    return Forecast(table, at_a_time, retry)
+    return Forecast(table, at_a_time, retry, memory)
 
 
 def _cost(job: JobConfig) -> str:

@@ -69,6 +69,15 @@ class Grid(BaseModel):
     def _one_group(cls, value: Any) -> Any:
         return [value] if isinstance(value, dict) else value
 
+    @field_validator("zip", mode="after")
+    @classmethod
+    def _in_step(cls, value: list[dict[str, list[Any]]]) -> list[dict[str, list[Any]]]:
+        for i, group in enumerate(value):
+            if len({len(values) for values in group.values()}) > 1:
+                told = ", ".join(f"{name} has {len(values)}" for name, values in group.items())
+                raise ValueError(f"expected lists of one length in group {i}, found others: {told}")
+        return value
+
     @classmethod
     def from_file(cls, path: str | Path) -> Grid:
         """Read YAML; numbers such as 1e-4 are numbers, and `name` is by default that of the file.
@@ -84,11 +93,18 @@ class Grid(BaseModel):
         except (ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"grid file {path}: {error}") from None
         if not isinstance(values, dict):
-            raise ConfigError(f"grid file {path}: expected a mapping, found {type(values).__name__}")
+            found_instead = "nothing" if values is None else type(values).__name__
+            raise ConfigError(f"grid file {path}: expected a mapping, found {found_instead}")
         try:
             found = cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(f"grid file {path}:\n{explain(error, cls)}") from None
+            faults = [explain(error, cls)]
+            wrong = {fault["loc"][0] for fault in error.errors() if fault["loc"]}
+            try:  # what is sound is looked at too
+                points_of(cls.model_validate({name: value for name, value in values.items() if name not in wrong}))
+            except (ConfigError, ValidationError) as more:
+                faults += [str(more)] if isinstance(more, ConfigError) else []
+            raise ConfigError(f"grid file {path}:\n" + "\n".join(faults)) from None
         beside = path.parent / found.notebook
         if beside.is_file():
             found = found.model_copy(update={"notebook": str(beside.resolve())})
@@ -307,10 +323,6 @@ def _faults_of_axes(grid: Grid, known: Mapping[str, tuple[str, Any]]) -> Iterato
     parts += [(f"arms.{arm}", name, value) for arm, values in grid.arms.items() for name, value in values.items()]
     parts += [("grid", name, value) for name, values in grid.grid.items() for value in values]
     for i, group in enumerate(grid.zip):
-        lengths = {name: len(values) for name, values in group.items()}
-        if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-            yield from ((name, f"zip.{i}: expected lists of one length; {told}") for name in group)
         parts += [(f"zip.{i}", name, value) for name, values in group.items() for value in values]
     parts += [("seeds", "seed", value) for value in grid.seeds or ()]
     allowed = [name for name in known if name not in PLACES]
@@ -464,4 +476,5 @@ class _Builder:
 
 
 def _some(told: list[str]) -> str:
+    told = list(dict.fromkeys(told))
     return "; ".join(told[:2]) + (f"; and {len(told) - 2} more points" if len(told) > 2 else "")

@@ -205,7 +205,7 @@ def _papermill(task: Task, target: Path, log: Path, watch: _Watch, lock: int) ->
                 )
             watch.kernel = getattr(self.provisioner, "pid", None)
 
-    logging.getLogger("papermill").setLevel(logging.ERROR)
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what went wrong is the record's cause
     path = str(target).replace("{", "{{").replace("}", "}}")  # papermill formats paths with the parameters
     done = papermill.execute_notebook(
         nbformat.reads(task.source, as_version=4), path, task.parameters, cwd=task.cwd, progress_bar=False, kernel_name="python3",

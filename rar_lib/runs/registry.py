@@ -305,11 +305,13 @@ def run_table(entries: Iterable[RunEntry]) -> pd.DataFrame:
             "seed": "" if e.seed is None else str(e.seed),
             "state": e.state,
             "steps": f"{e.done}/{'?' if e.steps is None else e.steps}",
-            "reward": "" if e.reward is None else f"{e.reward:.3f}",
-            "k3": "" if e.k3 is None else f"{e.k3:.2e}",
+            "last reward": "" if e.reward is None else f"{e.reward:.3f}",
+            "last k3": "" if e.k3 is None else f"{e.k3:.2e}",
             "size": human(e.size),
             "note": e.note,
         }
         for e in entries
     ]
-    return pd.DataFrame(rows, columns=["run", "policy", "seed", "state", "steps", "reward", "k3", "size", "note"])
+    return pd.DataFrame(
+        rows, columns=["run", "policy", "seed", "state", "steps", "last reward", "last k3", "size", "note"]
+    )

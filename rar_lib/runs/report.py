@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from rar_lib.checkpoint import DATA_DIR
 from rar_lib.config import JobConfig
 from rar_lib.errors import ConfigError, RunError
-from rar_lib.figures.style import alt_text, save_figure
+from rar_lib.figures.style import alt_text, described, save_figure
 from rar_lib.metrics.seeds import iqm
 from rar_lib.runs.figure_set import study_figures
 from rar_lib.runs.files import write_text
@@ -128,7 +128,15 @@ def read_comparison(sources: Sequence[str | Path], runs_dir: Path, baseline: str
             left_out += untold
             folders |= dict.fromkeys(sweep.parent.parent / name for name in names)
         else:
-            folders[resolve(str(source), runs_dir)] = None
+            try:
+                folders[resolve(str(source), runs_dir)] = None
+            except RunError as error:
+                known = {"sweeps": (runs_dir / "sweeps", "status.json"), "studies": (STUDIES, "steps.parquet")}
+                elsewhere = {
+                    what: sorted(p.parent.name for p in f.glob(f"*/{file}")) for what, (f, file) in known.items()
+                }
+                told = "; ".join(f"{what}: {', '.join(names_of) or 'none'}" for what, names_of in elsewhere.items())
+                raise RunError(f"{error}, and no sweep or study ({told})") from None
     runs = []
     for folder in folders:
         entry = inspect(folder)
@@ -283,7 +291,7 @@ def arms_table(setting: Setting) -> pd.DataFrame:
             {
                 "policy": policy,
                 "seeds": str(len(part)),
-                "missing seeds": ", ".join(missing) or "none",
+                "missing seeds": f"seed {', '.join(missing)}" if missing else "none",
                 "final reward, mean": _form(part["reward"].mean(), ".3f"),
                 "final reward, IQM": _form(iqm(part["reward"].tolist()), ".3f"),
                 "best step (chosen afterwards)": _form(part["best"].mean(), ".3f"),
@@ -315,7 +323,7 @@ def differences_table(setting: Setting) -> pd.DataFrame:
                 "pairs": str(row["n"]),
                 "difference [95 %]": _interval(row, form, log),
                 "p (Holm)": _form(row["p_holm"], ".3f"),
-                "verdict": row["verdict"],
+                "verdict": "no difference shown" if row["verdict"] == "does not differ" else row["verdict"],
             }
         )
     return pd.DataFrame(rows, columns=columns)
@@ -369,7 +377,7 @@ TITLES = {"arms": "Arms", "differences": "Differences", "runs": "Every run"}
 READ_AS = (
     "final: mean reward of the last quarter of the steps. best step: the highest reward of a single step, chosen afterwards, so it "
     "flatters and is never compared. Differences are paired by seed over the seeds that both have; intervals are Student's, p is Holm's "
-    "over the policies of a setting and quantity. Where no difference is shown, none may be claimed. A run that diverged has reward 0 in the "
+    "over the policies of a setting and quantity, which the intervals do not know of. Where no difference is shown, none may be claimed. A run that diverged has reward 0 in the "
     "steps that it no longer took; its other numbers are of another stretch and left out. What nobody knows is unknown, and its pair is left "
     "out: pairs says how many are left. Factors need positive values on both sides."
 )
@@ -458,7 +466,12 @@ def as_html(found: Comparison, figures: Mapping[str, Figure]) -> str:
 
 
 def _html(table: pd.DataFrame | None) -> str:
-    return "" if table is None else f'<div class="wide">{table.to_html(index=False, border=0, escape=True)}</div>'
+    if table is None:
+        return ""
+    page = table.to_html(index=False, border=0, escape=True)
+    for verdict in ("higher", "lower"):
+        page = page.replace(f"<td>{verdict}</td>", f"<td><b>{verdict}</b></td>")
+    return f'<div class="wide">{page}</div>'
 
 
 def figures_of(found: Comparison) -> Iterator[tuple[str, tuple[Figure, pd.DataFrame] | str]]:
@@ -469,9 +482,13 @@ def figures_of(found: Comparison) -> Iterator[tuple[str, tuple[Figure, pd.DataFr
         )
         for name, draw in study_figures(study, {}, setting.baseline, missing="drop").items():
             try:
-                yield name, draw()
+                figure, table = draw()
+                if setting.name:
+                    figure.suptitle(setting.name, fontsize=8)
+                    described(figure, f"{setting.name}: {alt_text(figure)}")
+                yield name, (figure, table)
             except ConfigError as error:
-                yield name, str(error)
+                yield name, f"{setting.name or 'all runs'}: {error}".replace(f"study {study.name}: ", "")
 
 
 def write_comparison(found: Comparison, out: Path) -> list[Path]:

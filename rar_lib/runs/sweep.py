@@ -66,6 +66,29 @@ class Sweep:
         """Names of the run folders of all done points, each once."""
         return list(dict.fromkeys(run for p in self.points for run in _runs(self.records.get(p.id))))
 
+    def brief(self, runs_dir: Path) -> pd.DataFrame:
+        """The table as a terminal shows it: arm, axes, state, the numbers that matter, run."""
+        whole = self.table(runs_dir)
+        axes = [
+            name
+            for name in dict.fromkeys(n for p in self.points for n in p.axes)
+            if whole[name].nunique(dropna=False) > 1
+        ]
+        shown = whole[["arm", *axes, "state"]].copy()
+        for name, title, form in (
+            ("reward_last", "last reward", ".3f"),
+            ("k3_rollout_old", "k3", ".2e"),
+            ("evaluation_last", "held out", ".3f"),
+        ):
+            if name in whole:
+                shown[title] = ["" if pd.isna(v) else format(v, form) for v in whole[name]]
+        for name, title in (("collapsed_at", "collapsed at"), ("diverged", "diverged")):
+            if name in whole and whole[name].notna().any():
+                shown[title] = whole[name]
+        if (whole["run"] != "").any():
+            shown["run"] = whole["run"]
+        return shown
+
     def table(self, runs_dir: Path) -> pd.DataFrame:
         """A row a point: point, arm, what its axes set, state, cause, seconds, run, and numbers of its run's summary."""
         rows = []
@@ -130,6 +153,11 @@ def run_sweep(
                 records[task.id] = record
                 unwritten = _write(sweep, runs_dir)
                 line.ended(record)
+        for point in points:  # somebody may have removed a run meanwhile
+            if point.id in records and ended(point, runs_dir, quiet=True) is None and records[point.id].state == "done":
+                logger.warning("%s: its run is gone again; the sweep is not complete", point.id)
+                del records[point.id]
+                unwritten = _write(sweep, runs_dir)
         if unwritten is not None:
             raise RunError(f"sweep {folder}: every point has ended, but the table could not be written: {unwritten}")
         return sweep

@@ -17,6 +17,7 @@ import pytest
 from rar_lib.checkpoint import DATA_DIR
 from rar_lib.config import JobConfig
 from rar_lib.errors import ConfigError, RunError
+from rar_lib.figures.style import alt_text
 from rar_lib.runs import report
 from rar_lib.runs.files import write_json, write_table
 from rar_lib.runs.result import RunResult
@@ -70,7 +71,7 @@ def test_runs_are_aligned_by_policy_seed_and_setting(folder: Path) -> None:
     assert re.fullmatch(r"R2-seed0-[0-9a-f]{12}: interrupted", left)
     arms = report.arms_table(found.settings[0]).set_index("policy")
     assert arms.index.tolist() == ["none", "R3"]
-    assert arms.loc["R3", "missing seeds"] == "1"
+    assert arms.loc["R3", "missing seeds"] == "seed 1"
     assert arms.loc["none", "missing seeds"] == "none"
     assert arms.loc["none", "seeds"] == "3"
     # final: the last quarter of four steps is the last one; best: the highest of all, at the start here
@@ -87,9 +88,9 @@ def test_differences_by_hand_over_the_shared_seeds(folder: Path) -> None:
     assert reward["pairs"] == "2"
     # 0.02 and 0.06: mean 0.04, standard error 0.02, t(1) at 97.5 % = 12.706
     assert reward["difference [95 %]"] == "+0.040 [-0.214, +0.294]"
-    assert reward["verdict"] == "does not differ"
+    assert reward["verdict"] == "no difference shown"
     assert table.loc[("k3 rollout/old", "R3"), "difference [95 %]"].startswith("× 0.25")
-    assert table.loc[("gradient norm", "R3"), "verdict"] == "does not differ"
+    assert table.loc[("gradient norm", "R3"), "verdict"] == "no difference shown"
 
 
 def test_the_baseline_is_chosen_or_said_to_be_absent(folder: Path) -> None:
@@ -201,6 +202,25 @@ def test_a_name_that_means_two_things_is_refused_and_a_source_counts_once(folder
         report.Comparison([report.Setting("", twice, "none")])
     run = next(folder.glob("none-*"))
     assert len(report.read_comparison([run, run.name, f"{run}/"], folder).settings[0].study.runs) == 1
+
+
+def test_a_name_that_nobody_knows_is_told_what_there_is(folder: Path) -> None:
+    (folder / "sweeps" / "night").mkdir(parents=True)
+    write_json(folder / "sweeps" / "night" / "status.json", {"points": []})
+    with pytest.raises(
+        RunError, match=r"run 'nope': .*no sweep or study \(sweeps: night; studies: rates, real, remedies, staleness\)"
+    ):
+        report.read_comparison(["nope"], folder)
+
+
+def test_figures_say_of_which_setting_they_are(folder: Path) -> None:
+    drawn = dict(report.figures_of(read(folder)))
+    figure = drawn["setting1_rewards"][0]
+    assert figure.get_suptitle() == "lr=0.0003"
+    assert alt_text(figure).startswith("lr=0.0003: ")
+    alone = report.read_comparison(list(folder.glob("none-*")), folder)
+    reasons = {name: told for name, told in report.figures_of(alone) if isinstance(told, str)}
+    assert all("setting" not in told and "study" not in told for told in reasons.values()), reasons
 
 
 def test_files_of_an_earlier_comparison_go_and_others_stay(folder: Path, tmp_path: Path) -> None:

@@ -274,6 +274,30 @@ def test_a_done_point_whose_run_is_gone_is_executed_again(light: Path, tmp_path:
     assert "none of 1 points to run" in str(forecast(grid, tmp_path, Options(workers=1)))
 
 
+def test_a_run_that_goes_while_the_sweep_runs_leaves_its_point(light: Path, tmp_path: Path) -> None:
+    import shutil
+
+    grid = Grid(name="g", notebook=str(light), base={"policy": "none", "steps": 1}, seeds=[0, 1])
+
+    def removes(tasks: Any, options: Options) -> Any:
+        for task in tasks:
+            record = execute(task)
+            if task is tasks[0]:
+                shutil.rmtree(tmp_path / record.runs[0])
+            yield task, record
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweeps, "get_executor", lambda name: removes)
+        sweep = run_sweep(grid, runs_dir=tmp_path)
+    assert (sweep.count("done"), len(sweep.records)) == (1, 1)
+    assert pd.read_csv(tmp_path / "sweeps" / "g" / "table.csv")["state"].tolist() == ["left", "done"]
+
+
+def test_a_dry_run_says_what_does_not_fit(endings: Path, tmp_path: Path) -> None:
+    told = str(forecast(Grid(notebook=str(endings), seeds=[0, 1]), tmp_path, Options(memory=10**8)))
+    assert "2 of them need more memory than may be taken (100.0 MB)" in told
+
+
 def test_points_of_one_run_wait_for_each_other(tmp_path: Path) -> None:
     own = write_notebook(tmp_path / "own.ipynb", PARAMETERS + "mine: int = 0\n", JOB)
     grid = Grid(name="own", notebook=str(own), base={"policy": "none", "steps": 1}, grid={"mine": [1, 2]})
