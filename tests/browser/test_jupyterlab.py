@@ -114,10 +114,11 @@ def seen() -> Iterator[Seen]:
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         found = Seen(page)
         page.on("pageerror", lambda error: found.errors.append(str(error)))
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(180_000)  # a kernel that imports torch on busy cores
         try:
             yield found
         finally:
+            page.screenshot(path=SHOTS / "last.png")
             browser.close()
 
 
@@ -141,8 +142,19 @@ def set_parameters(page: Any, **values: str) -> None:
 
 
 def run_all(page: Any) -> None:
-    page.get_by_role("menubar").get_by_text("Run", exact=True).click()
-    page.get_by_text("Run All Cells", exact=True).click()
+    """From the menu; again where the kernel was not ready to hear it."""
+    for _ in range(3):
+        page.get_by_role("menubar").get_by_text("Run", exact=True).click()
+        page.get_by_text("Run All Cells", exact=True).click()
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if page.locator(".jp-Notebook .jp-CodeCell .jp-InputArea-prompt").first.inner_text().strip() not in (
+                "[ ]:",
+                "",
+            ):
+                return
+            time.sleep(0.2)
+    raise AssertionError("no cell began to run")
 
 
 def finished(page: Any) -> bool:
