@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^\# \(torch==.*\)/\1/p' requirements.lock)
 STAMP := $(VENV)/.installed
-# Two test processes; the tests of a file share what its fixtures built.
+# Two test processes; the tests of a file share what its fixtures built. Notebooks that run engines go one by one: they share runs.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 NBVAL := --nbval-cell-timeout=900 -W default
 # Notebooks that start no engine and draw from committed data: their outputs must come out as they are committed.
@@ -55,7 +55,7 @@ test: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PARALLEL)
 	$(BIN)/python -m pytest $(PARALLEL) $(NBVAL) --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg $(DETERMINISTIC)
-	$(BIN)/python -m pytest $(PARALLEL) $(NBVAL) --nbval-lax $(filter-out $(DETERMINISTIC),$(wildcard notebooks/*.ipynb))
+	$(BIN)/python -m pytest $(NBVAL) --nbval-lax $(filter-out $(DETERMINISTIC),$(wildcard notebooks/*.ipynb))
 
 parity: .venv-verl/.installed
 
