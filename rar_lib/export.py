@@ -11,13 +11,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from rar_lib.errors import ConfigError, EngineError, RunError
+from rar_lib.runs.files import leaves
 from rar_lib.runs.registry import RunEntry, inspect
 
 Write = Callable[[RunEntry, Path], None]
@@ -80,14 +81,6 @@ def _stored(entry: RunEntry) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, json.loads(summary.read_text()) if summary.exists() else {}
 
 
-def _numbers(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield f"{prefix}{name}", float(value)
-
-
 def _tensorboard() -> Write:
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -102,8 +95,9 @@ def _tensorboard() -> Write:
                 last = step
                 for name, value in values.items():
                     writer.add_scalar(name, value, step)
-            for name, value in _numbers(summary):
-                writer.add_scalar(f"summary/{name}", value, last)
+            for name, value in leaves(summary, "/"):
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    writer.add_scalar(f"summary/{name}", float(value), last)
             writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
             if summary:
                 writer.add_text("summary", f"```json\n{json.dumps(summary, indent=2)}\n```")

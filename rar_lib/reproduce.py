@@ -24,7 +24,7 @@ from rar_lib.engines.session import EngineSession
 from rar_lib.errors import RunError
 from rar_lib.job import run_job
 from rar_lib.progress import Style
-from rar_lib.runs.files import read_table
+from rar_lib.runs.files import leaves, read_table
 from rar_lib.runs.registry import inspect, remove
 from rar_lib.runs.result import RunResult
 from rar_lib.runs.store import run_id
@@ -149,7 +149,7 @@ def compare(run: Path, again: Path) -> Reproduction:
     for count, differences in _tensors(run, again):
         compared, found = compared + count, found + differences
     then, now = (_json(p / "environment.json") for p in (run, again))
-    flat = [{f"{k}": v for k, v in _leaves(e)} for e in (then, now)]
+    flat = [dict(leaves(e)) for e in (then, now)]
     names = list(dict.fromkeys([*flat[0], *flat[1]]))
     moved = [(n, str(flat[0].get(n)), str(flat[1].get(n))) for n in names if flat[0].get(n) != flat[1].get(n)]
     absent = [] if last else ["the trainer state"]
@@ -196,16 +196,8 @@ def _tables(where: str, a: pd.DataFrame, b: pd.DataFrame) -> tuple[int, list[Dif
     return count, found
 
 
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            yield from _leaves(value, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, tree
-
-
 def _trees(where: str, a: dict[str, Any], b: dict[str, Any]) -> tuple[int, list[Difference]]:
-    left, right = dict(_leaves(a)), dict(_leaves(b))
+    left, right = dict(leaves(a)), dict(leaves(b))
     found = []
     for name in dict.fromkeys([*left, *right]):
         x, y = left.get(name, "absent"), right.get(name, "absent")

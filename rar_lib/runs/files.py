@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,15 @@ def size_of(folder: Path) -> int:
             with contextlib.suppress(OSError):  # a file may be renamed meanwhile
                 total += os.lstat(os.path.join(root, name)).st_size
     return total
+
+
+def leaves(tree: Mapping[str, Any], separator: str = ".", prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(joined names, value) of everything in nested mappings that is no mapping itself."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, separator, f"{prefix}{name}{separator}")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def human(count: float) -> str:

@@ -41,7 +41,7 @@ from rar_lib.engines.session import available, resolve_engines
 from rar_lib.errors import ConfigError, RarError
 from rar_lib.planner import Planner
 from rar_lib.runs.result import label_of
-from rar_lib.runs.store import identity, run_id
+from rar_lib.runs.store import identity, run_id, short_digest
 from rar_lib.summary import settings
 from rar_lib.tasks import Task
 
@@ -430,7 +430,7 @@ class _Builder:
             alike = {("hf", "hf"): "hf", ("vllm", "megatron"): "real"}.get((job.rollout.engine, job.trainer.engine))
             if parameters.get("engine") == "auto" and alike:  # another machine may have other engines
                 parameters = {**parameters, "engine": alike}
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+        digest = short_digest(content)
         stem = self._notebook.path.stem
         parts = [label or stem, f"seed{parameters['seed']}" if "seed" in parameters else "", digest]
         folder = "-".join(re.sub(r"[^A-Za-z0-9+_.]+|\.{2,}", "-", part).strip("-.")[:60] for part in parts if part)

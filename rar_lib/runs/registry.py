@@ -8,11 +8,10 @@ file of a run is replaced whole.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +20,9 @@ import pandas as pd
 
 from rar_lib.config import JobConfig
 from rar_lib.errors import RarError, RunError
-from rar_lib.runs.files import holder, human, locked, read_table, size_of
+from rar_lib.runs.files import holder, human, leaves, locked, read_table, size_of
 from rar_lib.runs.result import RunResult, label_of
-from rar_lib.runs.store import require_schema
+from rar_lib.runs.store import require_schema, short_digest
 from rar_lib.summary import settings
 
 State = Literal["complete", "running", "interrupted", "broken", "foreign"]
@@ -159,7 +158,7 @@ def _known(path: Path, stored: Any) -> dict[str, Any]:
 
 def _foreign(path: Path, stored: dict[str, Any]) -> str:
     content = {name: stored.get(name) for name in ("computed", "digests", "version")}
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+    digest = short_digest(content)
     if not path.name.endswith(f"-{digest}"):
         return f"holds the run {digest}, which its name does not say"
     return ""
@@ -264,7 +263,7 @@ def describe(entry: RunEntry) -> str:
         lines.append(f"  {entry.label}, seed {entry.seed}, step {entry.done} of {entry.steps}")
     for title, values in (("settings beside the defaults", found["computed"]), ("summary", found["summary"])):
         if values:
-            lines += [title, *(f"  {name}: {_short(value)}" for name, value in _flat(values))]
+            lines += [title, *(f"  {name}: {_short(value)}" for name, value in leaves(values))]
     environment = found["environment"]
     if environment:
         versions = ", ".join(f"{name} {version}" for name, version in environment.get("versions", {}).items())
@@ -282,14 +281,6 @@ def describe(entry: RunEntry) -> str:
 
 def _inside(path: Path) -> list[Path]:
     return sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _short(value: Any) -> str:

@@ -27,7 +27,7 @@ from rar_lib.errors import ConfigError, RunError
 from rar_lib.figures.style import alt_text, described, save_figure
 from rar_lib.metrics.seeds import iqm
 from rar_lib.runs.figure_set import study_figures
-from rar_lib.runs.files import write_text
+from rar_lib.runs.files import leaves, write_text
 from rar_lib.runs.registry import inspect, resolve
 from rar_lib.runs.result import RunResult, label_of
 from rar_lib.runs.studies import QUANTITIES, Study, comparison, values_of
@@ -231,7 +231,7 @@ def arms_of(runs: Sequence[RunResult]) -> list[tuple[str, tuple[tuple[str, Any],
 
 def _computed(run: RunResult) -> dict[str, Any]:
     """What a run computes, flat, with today's defaults for settings that came later; how replay is switched off does not count."""
-    values = dict(_leaves(JobConfig.build(run.config).resolved()))
+    values = dict(leaves(JobConfig.build(run.config).resolved()))
     if run.arm == "none":
         values = {key: value for key, value in values.items() if not key.startswith("router_replay.")}
     stored = json.loads((run.path / "config.json").read_text())
@@ -262,14 +262,6 @@ def _baseline(study: Study, wanted: str | None) -> str | None:
     if wanted is not None or "none" in policies:
         return (wanted or "none") if (wanted or "none") in policies else None
     return next((policy for policy in policies if policy.split()[0] == "none"), None)
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _plain(value: Any) -> str:

@@ -58,10 +58,14 @@ def identity(config: JobConfig, digests: dict[str, str]) -> dict[str, Any]:
     return {"computed": computed, "digests": digests, "version": rar_lib.__version__}
 
 
+def short_digest(content: dict[str, Any]) -> str:
+    """Twelve hexadecimal digits of the SHA-256 of some JSON, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def run_id(config: JobConfig, digests: dict[str, str]) -> str:
     """Name of a run: arm, policy of its routes unless full, seed and a hash of its identity."""
-    content = json.dumps(identity(config, digests), sort_keys=True)
-    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+    digest = short_digest(identity(config, digests))
     wanted = config.router_replay
     policy = "" if wanted.arm == "none" or wanted.policy == "full" else f"-{wanted.policy}"
     return f"{wanted.arm}{policy}-seed{config.seed}-{digest}"
