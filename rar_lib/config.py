@@ -109,11 +109,49 @@ class TrainerConfig(_Part):
     engine: Literal["megatron", "hf", "auto"] = "megatron"
     dtype: DType = "float32"
     micro_batch_size: int = Field(64, gt=0, description="sequences a forward")
-    tensor_parallel: int = Field(1, ge=1)
-    pipeline_parallel: int = Field(1, ge=1)
-    expert_parallel: int = Field(1, ge=1)
-    expert_tensor_parallel: int = Field(1, ge=1)
+    processes: int = Field(
+        1, ge=1, description="of the trainer: Megatron's ranks, or FSDP2's where the engine is hf; 1: in this process"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="Megatron: with sequence parallel")
+    pipeline_parallel: int = Field(1, ge=1, description="Megatron: stages of equally many layers, 1F1B")
+    virtual_pipeline: int = Field(1, ge=1, description="Megatron: chunks of layers a stage, interleaved")
+    expert_parallel: int = Field(1, ge=1, description="Megatron: inside the data-parallel ranks")
+    expert_tensor_parallel: int = Field(1, ge=1, description="Megatron: processes that share an expert")
+    dispatcher: Literal["allgather", "alltoall"] = Field(
+        "allgather", description="Megatron: how tokens travel to experts"
+    )
     recompute: bool = Field(False, description="recompute activations in the backward pass")
+    recompute_granularity: Literal["full", "selective"] = Field(
+        "full", description="Megatron: whole layers, or attention cores and MoE layers"
+    )
+
+    @property
+    def data_parallel(self) -> int:
+        """Processes that hold different sequences."""
+        return self.processes // (self.tensor_parallel * self.pipeline_parallel)
+
+    @model_validator(mode="after")
+    def _processes_divide(self) -> TrainerConfig:
+        tensor, pipeline = self.tensor_parallel, self.pipeline_parallel
+        expert = self.expert_parallel * self.expert_tensor_parallel
+        if self.engine == "hf" and (tensor, pipeline, expert, self.virtual_pipeline) != (1, 1, 1, 1):
+            raise ValueError(
+                f"trainer.engine hf shards with FSDP2 over processes alone; found tensor_parallel {tensor}, pipeline_parallel "
+                f"{pipeline}, virtual_pipeline {self.virtual_pipeline}, expert_parallel {self.expert_parallel}, "
+                f"expert_tensor_parallel {self.expert_tensor_parallel}"
+            )
+        if self.processes % (tensor * pipeline):
+            raise ValueError(
+                f"processes {self.processes} must be a multiple of tensor_parallel {tensor} x pipeline_parallel {pipeline}"
+            )
+        if (self.processes // pipeline) % expert:
+            raise ValueError(
+                f"expert_parallel {self.expert_parallel} x expert_tensor_parallel {self.expert_tensor_parallel} must divide the "
+                f"{self.processes // pipeline} processes of a pipeline stage (processes {self.processes} / pipeline_parallel {pipeline})"
+            )
+        if self.virtual_pipeline > 1 and pipeline == 1:
+            raise ValueError(f"virtual_pipeline {self.virtual_pipeline} needs pipeline_parallel above 1")
+        return self
 
 
 class TIS(_Part):
@@ -466,6 +504,13 @@ FLAT_NAMES: dict[str, Any] = {
     "max_new_tokens": _to("rollout.sampling.max_new_tokens"),
     "trainer_dtype": _to("trainer.dtype"),
     "micro_batch_size": _to("trainer.micro_batch_size"),
+    "processes": _to("trainer.processes"),
+    "tensor_parallel": _to("trainer.tensor_parallel"),
+    "pipeline_parallel": _to("trainer.pipeline_parallel"),
+    "expert_parallel": _to("trainer.expert_parallel"),
+    "expert_tensor_parallel": _to("trainer.expert_tensor_parallel"),
+    "dispatcher": _to("trainer.dispatcher"),
+    "recompute": _to("trainer.recompute"),
     "prompts_per_step": _to("algorithm.prompts_per_step"),
     "group_size": _to("algorithm.group_size"),
     "updates_per_batch": _to("algorithm.updates_per_batch"),
