@@ -95,6 +95,8 @@ def transformer_config(hf: Any, trainer: TrainerConfig) -> Any:
         bf16=low,
         pipeline_dtype=dtype,
         batch_p2p_sync=False,
+        # In one batch with two stages, activations and gradients for the same peer would be matched by their order alone.
+        batch_p2p_comm=trainer.virtual_pipeline == 1,
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight is loaded, and a forgotten one is an error
         calculate_per_token_loss=True,

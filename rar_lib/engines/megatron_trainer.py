@@ -27,7 +27,7 @@ from rar_lib.engines.megatron_model import build_chunks
 from rar_lib.engines.megatron_state import load_state, save_state
 from rar_lib.engines.megatron_weights import hf_shards, put_together
 from rar_lib.engines.ranks import Ranks
-from rar_lib.engines.taps import SignalPart, open_taps
+from rar_lib.engines.taps import SignalPart, Taps, open_taps
 from rar_lib.errors import DivergedError, EngineError, ReplayError
 from rar_lib.replay.counts import PassCounts
 from rar_lib.replay.force import Replaying
@@ -46,6 +46,26 @@ class _Seen:
     counts: PassCounts
     routes: list[RoutePart]
     signals: list[SignalPart]
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """What is open on one chunk of layers during a pass."""
+
+    forced: Replaying | None
+    collector: RouteCollector | None
+    taps: Taps | None
+
+    def focus(self, rows: torch.Tensor, in_flight: bool) -> None:
+        """The next forward of the chunk holds these rows of the batch."""
+        if self.forced is not None:
+            self.forced.focus(rows, in_flight)
+        elif self.collector is not None:
+            self.collector.record.begin(in_flight)
+
+    def scores(self, rows: torch.Tensor, width: int) -> torch.Tensor | None:
+        """What the routers ranked in the last forward, if that is kept."""
+        return None if self.collector is None else self.collector.scores(rows, width)
 
 
 class MegatronTrainer:
@@ -106,9 +126,7 @@ class MegatronTrainer:
             )
         for chunk in self.chunks:
             chunk.config.grad_scale_func = None
-        self.model: Any = self.chunks[0] if len(self.chunks) == 1 else torch.nn.ModuleList(self.chunks)
-        self._points = find_points(self.model).points
-        self._blocks = [MegatronBlock(layer.mlp) for layer in self._layers()]
+        self.model: Any = self.chunks[0]
 
     def _layers(self) -> Iterator[Any]:
         for chunk in self.chunks:
@@ -120,14 +138,14 @@ class MegatronTrainer:
         self,
         batch: TokenBatch,
         micro_batch_size: int,
-        focus: Callable[[torch.Tensor, bool], None],
-        seen: Callable[[torch.Tensor], None],
+        watches: list[_Watch],
+        seen: Callable[[_Watch, torch.Tensor], None],
         after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         *,
         forward_only: bool,
     ) -> None:
-        """Megatron's schedule over the micro-batches of this process: `focus(rows, in_flight)` before each forward, `seen(rows)` after it on
-        every stage, and on the last `after(rows, logits)`, which gives the loss."""
+        """Megatron's schedule over the micro-batches of this process: `seen(watch, rows)` after each forward of a chunk, and on the last stage
+        `after(rows, logits)`, which gives the loss."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         pipeline, tensor = self.config.pipeline_parallel, self.config.tensor_parallel
@@ -140,10 +158,11 @@ class MegatronTrainer:
 
         def forward_step(iterator: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
             rows = next(iterator)
-            focus(rows, pipeline > 1)
+            watch = watches[next(i for i, chunk in enumerate(self.ddp) if chunk is model)]
+            watch.focus(rows, pipeline > 1)
             positions = torch.arange(width)[None, :].expand(len(rows), width)
             logits = model(input_ids=tokens[rows], position_ids=positions, attention_mask=hidden)
-            seen(rows)
+            seen(watch, rows)
 
             def loss(output: torch.Tensor) -> Any:
                 return after(rows, output[:, : batch.tokens.shape[1]]), batch.scored(rows).sum().int(), {}
@@ -201,20 +220,20 @@ class MegatronTrainer:
         with (
             torch.set_grad_enabled(signals is not None),
             self._for_signals(signals is not None),
-            open_routes(self.model, batch, replay, capture, measure) as (forced, collector),
-            open_taps(self.model, self._points, self._blocks, batch, signals, temperature) as taps,
+            self._watching(batch, replay, capture, measure, signals, temperature) as watches,
         ):
 
-            def seen(rows: torch.Tensor) -> None:
-                if collector is not None:
-                    collector.take(rows)
-                if staged and taps is not None:
-                    taps.take_later(rows)
+            def seen(watch: _Watch, rows: torch.Tensor) -> None:
+                if watch.collector is not None:
+                    watch.collector.take(rows)
+                if staged and watch.taps is not None:
+                    watch.taps.take_later(rows)
 
             def after(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
                 logp = response_logprobs(logits, batch.tokens[rows], batch.scored(rows), temperature)
                 mine.rows.append(rows)
                 mine.logprobs.append(logp.detach().float())
+                taps = watches[-1].taps
                 if staged and taps is not None:
                     return taps.likelihood(rows, logits, logp)
                 if taps is not None:
@@ -222,19 +241,39 @@ class MegatronTrainer:
                 return logp.new_zeros(())
 
             size = micro_batch_size or self.config.micro_batch_size
-            self._run(batch, size, _focus(forced, collector), seen, after, forward_only=not staged)
-            mine.counts = route_counts(forced)
-            mine.routes = [] if collector is None else collector.parts
-            mine.signals = [] if taps is None else taps.parts
-            out, whole = self._result(batch, mine)
-            first = self.ranks.rank == 0
-            trace = (
-                collector.trace(batch, "old", self.name, self.model_id, whole.routes)
-                if collector is not None and first
-                else None
-            )
-            found = taps.signals(whole.signals) if taps is not None and first else None
-        return LogprobResult(out, trace, whole.counts, found)
+            self._run(batch, size, watches, seen, after, forward_only=not staged)
+            for watch in watches:
+                mine.counts += route_counts(watch.forced)
+                mine.routes += [] if watch.collector is None else watch.collector.parts
+                mine.signals += [] if watch.taps is None else watch.taps.parts
+        out, whole = self._result(batch, mine)
+        if self.ranks.rank > 0:
+            return LogprobResult(out, None, whole.counts)
+        collector, taps = watches[0].collector, watches[0].taps
+        trace = None if collector is None else collector.trace(batch, "old", self.name, self.model_id, whole.routes)
+        return LogprobResult(out, trace, whole.counts, None if taps is None else taps.signals(whole.signals))
+
+    @contextlib.contextmanager
+    def _watching(
+        self,
+        batch: TokenBatch,
+        replay: Replay | None,
+        capture: Capture,
+        measure: bool,
+        signals: SignalRequest | None,
+        temperature: float,
+    ) -> Iterator[list[_Watch]]:
+        """Replay, recording and taps of each chunk of layers, as asked for."""
+        with contextlib.ExitStack() as stack:
+            watches = []
+            for chunk in self.chunks:
+                forced, collector = stack.enter_context(open_routes(chunk, batch, replay, capture, measure))
+                blocks = [MegatronBlock(layer.mlp) for layer in chunk.decoder.layers]
+                taps = stack.enter_context(
+                    open_taps(chunk, find_points(chunk).points, blocks, batch, signals, temperature)
+                )
+                watches.append(_Watch(forced, collector, taps))
+            yield watches
 
     def _require_experts(self, signals: SignalRequest | None) -> None:
         """Estimators that compute experts again need all of them, whole, in the process."""
@@ -295,7 +334,7 @@ class MegatronTrainer:
 
         def after(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
             logp = response_logprobs(logits, batch.tokens[rows], batch.scored(rows), temperature)
-            scores = None if collector is None else collector.scores(rows, logp.shape[1])
+            scores = watches[-1].scores(rows, logp.shape[1])
             mine.rows.append(rows)
             mine.logprobs.append(logp.detach().float())
             real = rows >= 0
@@ -314,12 +353,12 @@ class MegatronTrainer:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         capture: Capture = "scores" if routers else False
-        with open_routes(self.model, batch, replay, capture, measure) as (forced, collector):
-            focus = _focus(forced, collector)
-            self._run(batch, self.config.micro_batch_size, focus, lambda rows: None, after, forward_only=False)
-            if forced is not None and self.config.recompute and self.config.pipeline_parallel > 1:
-                _require_empty(self._points)
-            mine.counts = route_counts(forced)
+        with self._watching(batch, replay, capture, measure, None, temperature) as watches:
+            self._run(batch, self.config.micro_batch_size, watches, lambda watch, rows: None, after, forward_only=False)
+            for chunk, watch in zip(self.chunks, watches, strict=True):
+                if watch.forced is not None and self.config.recompute and self.config.pipeline_parallel > 1:
+                    _require_empty(find_points(chunk).points)
+                mine.counts += route_counts(watch.forced)
         out, whole = self._result(batch, mine)
         tokens = int(batch.response_mask.sum())
         counts = replace(  # seen by hooks before Megatron divides by the tokens of the batch
@@ -370,18 +409,6 @@ class MegatronTrainer:
     def load(self, folder: Path) -> None:
         """See `Trainer.load`."""
         load_state(self, folder)
-
-
-def _focus(forced: Replaying | None, collector: RouteCollector | None) -> Callable[[torch.Tensor, bool], None]:
-    """What tells a replay, or else a recording, that the next forward holds these rows of the batch."""
-
-    def focus(rows: torch.Tensor, in_flight: bool) -> None:
-        if forced is not None:
-            forced.focus(rows, in_flight)
-        elif collector is not None:
-            collector.record.begin(in_flight)
-
-    return focus
 
 
 def _require_empty(points: list[Any]) -> None:
