@@ -17,7 +17,7 @@ from rar_lib.checkpoint import load_model_config
 from rar_lib.config import TrainerConfig
 from rar_lib.engines.megatron_cpu import import_megatron
 from rar_lib.engines.megatron_router import point_router
-from rar_lib.engines.megatron_weights import load_weights
+from rar_lib.engines.megatron_weights import Place, global_names, load_weights, map_name
 from rar_lib.errors import EngineError
 
 SUPPORTED = ("qwen3_moe",)
@@ -200,7 +200,8 @@ def build_chunks(path: Path, trainer: TrainerConfig) -> list[Any]:
     Raises:
         EngineError: for a model or layout that is not supported, or a checkpoint with tensors that no parameter takes.
     """
-    state = import_megatron().parallel_state
+    core = import_megatron()
+    state = core.parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
@@ -225,9 +226,14 @@ def build_chunks(path: Path, trainer: TrainerConfig) -> list[Any]:
             share_embeddings_and_output_weights=False,
             vp_stage=stage,
         )
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in global_names([chunk], Place.here()):
+            dim = map_name(name).dim
+            if (
+                dim is not None
+            ):  # Megatron says so while it initialises; the gradient norm counts what is not cut once a group
+                core.tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
             if ".local_experts." in name and trainer.expert_tensor_parallel != trainer.tensor_parallel:
-                parameter.allreduce = False  # with EP = 1 Megatron would sum their gradients over the wrong group
+                parameter.allreduce = False  # type: ignore[attr-defined]  # with EP = 1 Megatron would sum their gradients over the wrong group
         chunks.append(chunk)
     tensors = _CheckpointTensors(path)
     used = load_weights(chunks, tensors.read)

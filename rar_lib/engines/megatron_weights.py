@@ -149,12 +149,17 @@ def split(tensor: torch.Tensor, kind: str, config: Any, parts: int = 1) -> list[
     return [tensor] if kind == "plain" else list(tensor.chunk(2))
 
 
-def load_weights(chunks: Sequence[Any], read: Callable[[str], torch.Tensor | None]) -> set[str]:
-    """Put Hugging Face named weights into the parameters of this process, in place.
+def load_weights(
+    chunks: Sequence[Any],
+    read: Callable[[str], torch.Tensor | None],
+    into: Callable[[torch.nn.Parameter, torch.Tensor], Any] = torch.Tensor.copy_,
+) -> set[str]:
+    """Give every parameter of this process its part of Hugging Face named tensors.
 
     Args:
         chunks: GPTModels.
         read: a whole tensor by its name, or None.
+        into: what to do with a parameter and its value, by default copy it in place; called without a graph.
 
     Returns:
         The names that were read.
@@ -179,7 +184,7 @@ def load_weights(chunks: Sequence[Any], read: Callable[[str], torch.Tensor | Non
                 raise EngineError(
                     f"Megatron parameter {name}: expected shape {tuple(parameter.shape)}, found {tuple(value.shape)}"
                 )
-            parameter.copy_(value)
+            into(parameter, value)
             used |= set(mapped.names)
     return used
 
