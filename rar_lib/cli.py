@@ -24,6 +24,9 @@ def run(
     set: Annotated[
         tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(help="override a field: a.b=value; repeat as needed")
     ] = [],  # noqa: B006 - tyro reads the default, nobody changes it
+    nproc: Annotated[
+        int | None, tyro.conf.arg(help="processes of the trainer, under torchrun's agent: trainer.processes=N")
+    ] = None,
     runs_dir: RunsDir = None,
     estimate: Annotated[
         bool, tyro.conf.arg(help="run nothing; print memory, disk and time that the run would take")
@@ -34,6 +37,8 @@ def run(
     from rar_lib.job import run_job
     from rar_lib.runs.compare import policy_table
 
+    if nproc is not None:
+        set = [*set, f"trainer.processes={nproc}"]
     job = JobConfig.build({}, set) if config is None else JobConfig.from_file(config, set)
     if estimate:
         from rar_lib.estimate import estimate as estimate_run

@@ -60,6 +60,7 @@ class EngineSession:
 
     def __init__(self) -> None:
         self._vllm: Any = None
+        self._ranks: Any = None
         self._key: tuple[str, str] | None = None
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # several threads on a few shared cores cost more than they bring at this size
@@ -82,7 +83,18 @@ class EngineSession:
         return rollout, trainer
 
     def trainer(self, config: JobConfig, path: Path) -> Trainer:
-        """A fresh trainer at the checkpoint's weights."""
+        """A fresh trainer at the checkpoint's weights, in ranks of its own where the config asks for several processes.
+
+        Ranks serve one trainer at a time: that of the run before is gone.
+        """
+        if config.trainer.processes > 1:
+            from rar_lib.engines.remote_trainer import RankGroup, RemoteTrainer
+
+            if self._ranks is None or not self._ranks.alive or self._ranks.processes != config.trainer.processes:
+                if self._ranks is not None:
+                    self._ranks.close()
+                self._ranks = RankGroup(config.trainer.processes)
+            return RemoteTrainer(self._ranks, path, config.trainer, config.algorithm)
         if config.trainer.engine == "megatron":
             from rar_lib.engines.megatron_trainer import MegatronTrainer
 
@@ -100,7 +112,7 @@ class EngineSession:
             raise EngineError(
                 "another EngineSession of this process holds vLLM, which tolerates one engine a process; close it first"
             )
-        self.close()
+        self._close_vllm()
         from rar_lib.engines.vllm_rollout import VLLMRollout
 
         self._vllm = VLLMRollout(path, config.rollout, special)
@@ -108,6 +120,12 @@ class EngineSession:
 
     def close(self) -> None:
         """Shut down what this session holds. Trainers that it handed out must not be used afterwards."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+        self._close_vllm()
+
+    def _close_vllm(self) -> None:
         if self._vllm is None:
             return
         if available("megatron"):
