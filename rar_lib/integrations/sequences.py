@@ -152,7 +152,7 @@ class SequencePlanner:
         kept = plan.planned if plan.unit == "slot" else plan.planned[..., None]
         dtype = np.int16 if self.routers.num_experts <= np.iinfo(np.int16).max else np.int32
         out = np.full(routes.shape, -1, dtype)
-        out[:, columns] = np.where(kept, trace.experts, -1)
+        out[:, columns] = np.where(kept, trace.experts.astype(dtype), dtype(-1))
         self._count(trace, plan, known.cpu().numpy())
         return torch.from_numpy(out).to(routes.device)
 

@@ -36,7 +36,7 @@ from rar_lib.errors import EngineError, RarError
 from rar_lib.integrations.pass_counts import pass_metrics
 from rar_lib.integrations.policy_file import ReplayPolicy, load_policy
 from rar_lib.integrations.routers import RouterState, counts_of, decoder_routers, describe, take_routers
-from rar_lib.integrations.sequences import PlanCounts, SequencePlanner
+from rar_lib.integrations.sequences import PlanCounts, SequencePlanner, require_available
 
 VERSION = "0.9.1"
 VARIABLE = "RAR_REPLAY_POLICY"
@@ -155,13 +155,14 @@ def policy_of(engine: Any) -> ReplayPolicy | None:
     if not path or config.forward_only or getattr(engine, "is_value_model", False):
         return None
     policy, mode = load_policy(Path(path)), config.router_replay.mode
+    require_available(policy)
     if policy.replay.mode != mode:
         raise EngineError(
             f"{path}: mode {policy.replay.mode}, but actor.megatron.router_replay.mode is {mode}; they must agree "
             "(enabled: false keeps verl's transport and forces nothing)"
         )
     if mode == "disabled":
-        raise EngineError(f"{path}: a policy was given, but actor.megatron.router_replay.mode is disabled")
+        return None
     if not config.use_remove_padding:
         raise EngineError(
             "use_remove_padding=False: verl 0.9.1 then replays routes onto other tokens than they were recorded for; "

@@ -6,6 +6,7 @@ packed sequences one by one (the stock one refuses them).
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,26 @@ def packed_model(config: Any) -> Any:
 
     class OneByOne(DotProductAttention):
         def forward(
-            self, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+            self,
+            query: Any,
+            key: Any,
+            value: Any,
+            attention_mask: Any,
+            *args: Any,
+            packed_seq_params: Any = None,
+            **kwargs: Any,
         ) -> torch.Tensor:
             ends = packed_seq_params.cu_seqlens_q_padded.tolist()
             parts = [
-                super(OneByOne, self).forward(*(x[a:b].unsqueeze(1) for x in (query, key, value)), None).squeeze(1)
-                for a, b in zip(ends, ends[1:], strict=False)
+                super(OneByOne, self)
+                .forward(*(x[a:b].unsqueeze(1) for x in (query, key, value)), future(b - a))
+                .squeeze(1)
+                for a, b in pairwise(ends)
             ]
             return torch.cat(parts)
+
+    def future(length: int) -> torch.Tensor:
+        return torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
 
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
