@@ -14,6 +14,7 @@ import torch
 
 from rar_lib.checkpoint import load_model_config
 from rar_lib.config import TrainerConfig
+from rar_lib.engines.megatron_cpu import quiet
 from rar_lib.engines.megatron_model import _checkpoint_tensors, load_hf_weights, transformer_config
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "data" / "checkpoints" / "tiny-moe"
@@ -21,7 +22,8 @@ CHECKPOINT = Path(__file__).resolve().parents[2] / "data" / "checkpoints" / "tin
 
 def packed_config(recompute: bool = False) -> Any:
     """TransformerConfig of the shipped checkpoint."""
-    config = transformer_config(load_model_config(CHECKPOINT), TrainerConfig(recompute=recompute))
+    with quiet():
+        config = transformer_config(load_model_config(CHECKPOINT), TrainerConfig(recompute=recompute))
     config.calculate_per_token_loss = False
     config.finalize_model_grads_func = None  # it finishes a DDP wrapper, and there is none
     return config
