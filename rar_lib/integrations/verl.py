@@ -4,10 +4,11 @@
     actor_rollout_ref.actor.megatron.router_replay.mode=R3
     actor_rollout_ref.actor.megatron.router_replay.replay_file=/path/policy.yaml   (or RAR_REPLAY_POLICY=/path/policy.yaml)
 
-Importing this module imports nothing of verl: it waits for verl's Megatron engine to be imported and wraps three functions
-there, which pass through until an engine with a policy is built. An engine that cannot do what its policy file asks is not
+Importing this module imports nothing of verl: it waits for verl's Megatron engine to be imported and wraps four functions,
+which pass through until an engine with a policy is built. An engine that cannot do what its policy file asks is not
 built, and says why: verl swallows what a plugin raises at import, so nothing is refused there. What is wrapped:
 
+    EngineRegistry.new                      refuses another backend's engine for which a policy was given
     MegatronEngine.initialize               reads the policy, checks, takes the routers of the engine's own model
     set_router_replay_data                  routes of a micro-batch, sequence by sequence: the plan is written into them
     MegatronEngine.forward_backward_batch   counts of a pass, beside verl's metrics as rar/old/* and rar/update/*
@@ -41,6 +42,7 @@ from rar_lib.integrations.sequences import PlanCounts, SequencePlanner, require_
 VERSION = "0.9.1"
 VARIABLE = "RAR_REPLAY_POLICY"
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
+REGISTRY = "verl.workers.engine.base"
 # verl's loggers stay at WARNING, and a policy that is active must show
 logger = logging.getLogger(__name__)
 
@@ -184,8 +186,6 @@ def install(module: Any) -> None:
     if engine_class is None or initialize is None:
         logger.error("rar: no policy can act: %s", fault)
         return
-    if getattr(initialize, "rar", False):
-        return
 
     @functools.wraps(initialize)
     def with_policy(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,6 @@ def install(module: Any) -> None:
             raise
         return result
 
-    with_policy.rar = True  # type: ignore[attr-defined]
     engine_class.initialize = with_policy
     if fault is None:
         engine_class.forward_backward_batch = _counted(engine_class.forward_backward_batch)
@@ -250,13 +249,38 @@ def _planned(original: Callable[..., Any]) -> Callable[..., Any]:
     return set_router_replay_data
 
 
+def install_registry(module: Any) -> None:
+    """Other engines replay by other means or not at all: under them a policy would do nothing, without a word."""
+    original = module.EngineRegistry.new.__func__
+
+    @functools.wraps(original)
+    def new(cls: Any, model_type: str, backend: str, *args: Any, **kwargs: Any) -> Any:
+        engine = original(cls, model_type, backend, *args, **kwargs)
+        forward_only = getattr(getattr(engine, "engine_config", None), "forward_only", False)
+        if backend != "megatron" and model_type == "language_model" and not forward_only and _asked(engine):
+            error = EngineError(
+                f"a replay policy was given for engine {backend}; policies act in verl's Megatron engine only"
+            )
+            logger.error("rar: refused: %s", error)
+            raise error
+        return engine
+
+    module.EngineRegistry.new = classmethod(new)
+
+
+_INSTALL = {ENGINE: install, REGISTRY: install_registry}
+
+
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Installs the plugin in verl's Megatron engine once it is imported, and steps aside."""
+    """Installs the plugin in the modules of verl that it waits for, once each is imported."""
+
+    def __init__(self) -> None:
+        self.waiting = {name for name in _INSTALL if name not in sys.modules}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != ENGINE:
+        if name not in self.waiting:
             return None
-        sys.meta_path.remove(self)
+        self.waiting.remove(name)  # so that the search below goes on to the other finders
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
@@ -264,13 +288,14 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            install(module)
+            _INSTALL[name](module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-if ENGINE in sys.modules:
-    install(sys.modules[ENGINE])
-elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-    sys.meta_path.insert(0, _WhenImported())
+# A module is executed once: nothing here runs twice, whether verl finds the entry point, the external library, or both.
+for _name, _install in _INSTALL.items():
+    if _name in sys.modules:
+        _install(sys.modules[_name])
+sys.meta_path.insert(0, _WhenImported())

@@ -92,13 +92,14 @@ def write_policies(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(text)
 
 
-def in_verl(folder: Path) -> tuple[dict[str, Any], str]:
+def in_verl(folder: Path, plugins: str = "auto") -> tuple[dict[str, Any], str]:
     if not PYTHON.exists():
         if os.environ.get("RAR_REQUIRE_VERL"):
             pytest.fail(f"{PYTHON} is not there; make parity builds it")
         pytest.skip("verl's environment is not there; make parity builds it")
     command = [str(PYTHON), "-W", "ignore", "-m", "tests.integrations.verl_side", str(folder)]
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    environment |= {"VERL_USE_EXTERNAL_PLUGINS": plugins}
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "out.json").read_text()), done.stderr
@@ -118,6 +119,13 @@ def verl_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         arms[name] = {"file": str(folder / f"{name}.yaml"), **more}
     arms["verl_whole"] = {"routes": "whole"}
     arms["whole"] = {**arms["full"], **arms["verl_whole"]}
+    arms["by_variable"] = {"variable": arms["random"]["file"]}
+    for name, more in (
+        ("reference", {"forward_only": True}),
+        ("other", {"backend": "other"}),
+        ("plain", {"backend": "other", "file": None}),
+    ):
+        arms[name] = {"file": arms["full"]["file"], "only_built": True, **more}
     arms["switched_off"] = {"file": str(folder / "none.yaml"), "mode": "disabled"}
     arms["padding"] = {"file": str(folder / "random.yaml")}
     write_inputs(folder, arms)
@@ -269,6 +277,15 @@ def test_refusals_name_the_reason_and_are_logged(verl_run: Any) -> None:
     assert report["version"] == "expected verl 0.9.1, found 0.9.2"
 
 
+def test_where_a_policy_comes_from_and_where_it_goes(verl_run: Any) -> None:
+    report, arrays, _, _ = verl_run
+    assert report["by_variable"]["metrics"] == report["random"]["metrics"]
+    assert np.array_equal(arrays["by_variable/gradient"], arrays["random/gradient"])
+    assert report["reference"]["policy"] is None
+    assert "policy was given for engine other" in report["other"]["refused"]
+    assert report["plain"]["policy"] is None
+
+
 def test_padding_rows_stay_native_and_a_deaf_router_is_an_error(verl_run: Any) -> None:
     found = verl_run[0]["padding"]
     assert found["ids"][0] == [5, 3]
@@ -286,11 +303,13 @@ def test_padding_rows_stay_native_and_a_deaf_router_is_an_error(verl_run: Any) -
 
 
 def test_another_signature_is_refused_only_where_a_policy_was_asked_for(tmp_path: Path) -> None:
+    """Also: loaded late, as external_lib, when verl's engines are imported already."""
     write_policies(tmp_path)
     write_inputs(
         tmp_path, {"asked": {"file": str(tmp_path / "full.yaml")}, "not_asked": {"mode": "disabled"}}, **{"break": True}
     )
-    report, errors = in_verl(tmp_path)
+    report, errors = in_verl(tmp_path, plugins="none")
+    assert report["light"] == {"plugin": False, "megatron": False}
     expected = "RouterReplay.get_replay_topk: expected the parameters self, scores, topk"
     assert report["fault"].startswith(expected)
     assert f"the replay policy was refused: {expected}" in report["asked"]["refused"]

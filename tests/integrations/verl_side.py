@@ -2,19 +2,20 @@
 
     .venv-verl/bin/python -m tests.integrations.verl_side FOLDER
 
-FOLDER holds batch.npz, the policy files and jobs.json; out.npz and out.json are written there. The plugin is not imported
-here: verl finds it by the entry point that the caller put on the path. What is replaced, beside packed_model.py: how the
-engine builds its config and model (verl asks a bridge that needs a GPU), the optimizer, and a report of GPU memory.
+FOLDER holds batch.npz, the policy files and jobs.json; out.npz and out.json are written there. verl finds the plugin by the
+entry point that the caller put on the path, or late, as an external library. What is replaced, beside packed_model.py: how
+the engine builds its config and model (verl asks a bridge that needs a GPU), the optimizer, and a report of GPU memory.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-import verl  # loads the plugin
+import verl  # loads the plugins that are declared, unless VERL_USE_EXTERNAL_PLUGINS=none
 
 LIGHT = {"plugin": "rar_lib.integrations.verl" in sys.modules, "megatron": "megatron.core" in sys.modules}
 
@@ -32,13 +33,15 @@ if jobs.get("break"):
 import verl.workers.engine.megatron.transformer_impl as impl  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from verl.utils import tensordict_utils as tu  # noqa: E402
+from verl.utils.import_utils import import_external_libs  # noqa: E402
 from verl.utils.megatron.router_replay_utils import iter_model_routers  # noqa: E402
 from verl.workers.config.engine import EngineRouterReplayConfig, McoreEngineConfig  # noqa: E402
 
 from rar_lib.errors import RarError  # noqa: E402
-from rar_lib.integrations import verl as plugin  # noqa: E402
 from tests.integrations.packed_model import packed_config, packed_model  # noqa: E402
 
+import_external_libs("rar_lib.integrations.verl")  # as external_lib does: here already, or late
+plugin = sys.modules["rar_lib.integrations.verl"]
 impl.MegatronCheckpointManager = lambda **_: None
 impl.log_gpu_memory_usage = lambda *_, **__: None
 batch = np.load(folder / "batch.npz")
@@ -65,7 +68,20 @@ class Engine(impl.MegatronEngineWithLMHead):
         return None
 
 
+class Other(impl.MegatronEngineWithLMHead):
+    """Stands in for an engine of another backend."""
+
+    def __init__(self, engine_config):
+        self.engine_config = engine_config
+
+
+impl.EngineRegistry.register("language_model", "other", ["cuda", "cpu"])(Other)
+
+
 def build(job):
+    os.environ.pop(plugin.VARIABLE, None)
+    if "variable" in job:
+        os.environ[plugin.VARIABLE] = job["variable"]
     config = McoreEngineConfig(
         router_replay=EngineRouterReplayConfig(mode=job.get("mode", "R3"), replay_file=job.get("file")),
         use_distributed_optimizer=False,
@@ -73,6 +89,8 @@ def build(job):
         forward_only=job.get("forward_only", False),
         use_remove_padding=job.get("use_remove_padding", True),
     )
+    if "backend" in job:
+        return impl.EngineRegistry.new("language_model", job["backend"], config)
     names = ["Qwen3MoeForCausalLM"]
     model = SimpleNamespace(
         hf_config=SimpleNamespace(architectures=names), architectures=names, mtp=SimpleNamespace(enable=False),
@@ -147,6 +165,8 @@ def keep(name, seen, layers, micro_batches):
 def run(name, job):
     engine = build(job)
     facts = {"policy": str(engine.rar.policy) if getattr(engine, "rar", None) else None}
+    if job.get("only_built"):
+        return facts
     seen, layers = listen(engine), engine.tf_config.num_layers
     replay = engine.enable_routing_replay
     size, count = job.get("micro_batch", 2), len(batch["response_mask"])
