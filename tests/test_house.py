@@ -14,7 +14,7 @@ HEAVY = {"vllm", "megatron", "transformers"}
 LAYERS = [
     {"errors", "seeding", "config", "traces", "metrics", "progress", "child"},
     {"replay", "tasks", "checkpoint"},
-    {"engines", "rl", "figures"},
+    {"engines", "rl", "figures", "integrations"},
     {
         "measure",
         "probe",
