@@ -250,8 +250,8 @@ def _write_nemo(payload: Payload, path: Path) -> None:
     """A line a sequence, with the wire string where a chat answer has it."""
     experts = payload.trace.header.num_experts
     dtype = next(d for d in ("int8", "int16", "int32") if experts - 1 <= np.iinfo(d).max)
-    forced: np.ndarray = payload.forced if payload.forced.ndim == 2 else payload.forced.all(-1)
-    ids = np.where(forced[..., None], payload.ids, -1).astype(np.dtype(dtype).newbyteorder("<"))
+    forced = payload.forced.reshape(*payload.ids.shape[:2], -1).all(-1, keepdims=True)
+    ids = np.where(forced, payload.ids, -1).astype(np.dtype(dtype).newbyteorder("<"))
     prompts = payload.prompts()
     lines = []
     for i, rows in enumerate(payload.rows(ids)):
