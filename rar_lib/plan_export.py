@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from rar_lib.errors import ConfigError, ReplayError
+from rar_lib.metrics.agreement import check_pair
 from rar_lib.replay.fixed import executed
 from rar_lib.replay.plan import ReplayPlan
 from rar_lib.replay.plan_file import find_trace, load_plan
@@ -149,12 +150,7 @@ def _resolved(plan: ReplayPlan, trace: RouteTrace, native: RouteTrace, keeps_nat
             no ids.
     """
     native.verify()
-    mine, theirs = trace.header, native.header
-    for name in ("moe_layers", "num_experts", "top_k"):
-        if getattr(mine, name) != getattr(theirs, name):
-            raise ReplayError(f"native: expected {name} {getattr(mine, name)}, found {getattr(theirs, name)}")
-    if not np.array_equal(trace.offsets, native.offsets) or trace.token_digest != native.token_digest:
-        raise ReplayError("native: expected the tokens of the record, found others")
+    check_pair(trace, native)
     ids = executed(plan, trace, native, native.scores)
     touched = plan.planned.any(-1) if plan.unit == "slot" else plan.planned
     whole = plan.planned.all(-1) if plan.unit == "slot" else touched
@@ -166,7 +162,7 @@ def _resolved(plan: ReplayPlan, trace: RouteTrace, native: RouteTrace, keeps_nat
     if lost.any():
         token, layer = (int(i) for i in np.argwhere(lost)[0])
         raise ReplayError(
-            f"native: expected a route at {trace.place_of(token)}, layer {mine.moe_layers[layer]}, which the plan leaves to "
+            f"native: expected a route at {trace.place_of(token)}, layer {trace.header.moe_layers[layer]}, which the plan leaves to "
             f"the router; found none"
         )
     used = whole | frozen

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rar_lib.cli import main
-from rar_lib.errors import ConfigError, ReplayError
+from rar_lib.errors import ConfigError, ReplayError, TraceError
 from rar_lib.plan_export import export_plan
 from rar_lib.replay.plan import ReplayPlan
 from rar_lib.replay.plan_file import save_plan
@@ -219,7 +219,7 @@ def test_what_cannot_be_told_is_refused(case: Case, tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="expected a route at sequence 2, token 3, layer 1"):
         export_plan(slots, "verl", out, native=holes.save(tmp_path / "holes.safetensors"))
     other = replace(case.native, token_ids=np.arange(17)).save(tmp_path / "other.safetensors")
-    with pytest.raises(ReplayError, match="expected the tokens of the record, found others"):
+    with pytest.raises(TraceError, match="two traces of other tokens"):
         export_plan(slots, "verl", out, native=other)
     with pytest.raises(ReplayError, match="plan for another trace"):
         export_plan(slots, "verl", out, trace=case.native_file)
