@@ -4,9 +4,9 @@ What a framework can be told differs, and what it cannot be told is not made up 
 
 - NeMo-RL replays a wire string of ids; a (token, layer) row of -1 in all K slots has no route and stays with the router. That is a plan
   of unit token_layer, exactly. A row of which only some slots are -1 is an error there, so single slots cannot be said.
-- verl replays `routed_experts` and builds its own mask, one bool a token for all layers (`build_r3_replay_mask`). So a plan goes beside
-  the recorded ids, as `replay_mask`, in the jagged rows that its trainer V1 carries; verl itself reads no such field: what does must
-  hand it to the routers (integrations/verl.py chooses there by a policy file instead).
+- verl replays `routed_experts` and builds its own mask, one bool a token for all layers (`build_r3_replay_mask`), though each router
+  could take another (`RouterReplay.set_target_indices`). So a plan goes beside the recorded ids, as `replay_mask`, in the jagged rows
+  that its trainer V1 carries. verl itself reads no such field: what loads the file must hand each router its layer's column.
 - With `native`, the routes of a planning pass with its scores, a plan is resolved: plain ids that either framework replays as they are.
   What the plan leaves to the router is then frozen at the picks of that pass. It is no longer the plan once the weights move.
 """
@@ -55,10 +55,11 @@ class Payload:
         return np.split(values, self.trace.offsets[1:-1])
 
     def prompts(self) -> np.ndarray | None:
-        """`[S]` prompt tokens, up to the first that has a log-prob; None where the trace has no ids or no log-probs."""
-        if self.trace.token_ids is None or self.trace.logprobs is None:
+        """`[S]` prompt tokens, up to the first that has a log-prob; None where the trace has no ids or no rollout's log-probs."""
+        trace = self.trace
+        if trace.token_ids is None or trace.logprobs is None or trace.header.source != "rollout":
             return None
-        return np.array([int(np.append(~np.isnan(row), True).argmax()) for row in self.rows(self.trace.logprobs)])
+        return np.array([int(np.append(~np.isnan(row), True).argmax()) for row in self.rows(trace.logprobs)])
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,12 @@ def _require_verl(payload: Payload) -> None:
 def _note_verl(payload: Payload) -> str:
     if payload.facts["form"] == "ids":
         return ""
-    return "; verl reads no replay_mask of its batch, only one bool a token that it makes itself: whoever loads this must apply it"
+    if payload.plan.unit == "slot":
+        return "; verl's routers mask whole rows: no field of verl takes a mask of single slots, and --native resolves it to ids"
+    return (
+        "; verl reads no replay_mask of its batch: give each router the column of its layer, RouterReplay.set_target_indices(ids, "
+        "replay_mask)"
+    )
 
 
 def _write_verl(payload: Payload, path: Path) -> None:

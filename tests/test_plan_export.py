@@ -15,7 +15,7 @@ import torch
 from rar_lib.cli import main
 from rar_lib.errors import ConfigError, ReplayError, TraceError
 from rar_lib.plan_export import export_plan
-from rar_lib.replay.plan import ReplayPlan
+from rar_lib.replay.plan import ReplayPlan, full_plan
 from rar_lib.replay.plan_file import save_plan
 from rar_lib.replay.policies import make_plan
 from rar_lib.replay.policy import Candidates
@@ -164,7 +164,7 @@ def test_verl_gets_recorded_ids_beside_a_mask(policy: str, unit: str, case: Case
         t - p for t, p in zip(LENGTHS, PROMPTS, strict=True)
     ]
     assert json.loads(stored["rar_plan"]) == told.facts
-    assert "verl reads no replay_mask of its batch" in str(told)
+    assert ("give each router the column" if unit == "token_layer" else "no field of verl takes a mask of") in str(told)
 
 
 def test_verl_has_no_native_cell_so_whole_sets_freeze_the_rest(case: Case) -> None:
@@ -196,6 +196,11 @@ def test_bias_is_resolved_or_refused(case: Case) -> None:
 
 def test_without_log_probs_nobody_says_where_the_prompt_ends(tmp_path: Path) -> None:
     case = make_case(tmp_path)
+    own = case.record.with_source("old").save(tmp_path / "old.safetensors")  # a trainer scores prompts too
+    plan = save_plan(full_plan(RouteTrace.load(own)), tmp_path / "old-plan.safetensors")
+    assert (
+        "prompts" not in torch.load(export_plan(plan, "verl", tmp_path / "out").path, weights_only=True)["tensordict"]
+    )
     bare = replace(case.record, logprobs=None)
     bare.save(tmp_path / "rollout.safetensors")
     case = replace(case, record=bare)

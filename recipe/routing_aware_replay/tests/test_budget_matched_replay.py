@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -123,3 +124,16 @@ def test_the_demonstration(tmp_path: Path) -> None:
     flips = {arm: float(row[-1]) for arm, row in rows.items()}
     assert flips["r3"] == 0
     assert all(flips["r3"] < flips[arm] < flips["none"] for arm in (*PARTIAL, "r2"))
+
+
+def test_a_router_that_drifts_further_agrees_less() -> None:
+    demo = runpy.run_path(str(RECIPE / "examples" / "synthetic_router_replay_demo.py"))
+    still, moved = (demo["table"](drift=d).set_index("arm") for d in (0.0, 0.1))
+    assert still.loc["none", "router flip"] == pytest.approx(0.04, abs=1e-3)  # as the routes were made
+    assert (
+        still.loc["r2", "router flip"] == still.loc["none", "router flip"]
+    )  # a record of the same weights changes nothing
+    for arm in ("none", *PARTIAL):
+        assert moved.loc[arm, "router flip"] > 2 * still.loc[arm, "router flip"]
+        assert moved.loc[arm, "kept slots"] == still.loc[arm, "kept slots"]
+    assert moved.loc["r2", "router flip"] == still.loc["r2", "router flip"]
