@@ -86,7 +86,8 @@ def export_plan(
     Args:
         path: of the plan (replay/plan_file.py).
         framework: verl or nemo-rl.
-        out: folder to write into; the file is `<out>/<framework>/<name of the plan>` with their suffix.
+        out: folder to write into; the file is `<out>/<framework>/<name of the plan>.mask` or `.ids`, with a suffix of theirs;
+            what an earlier export wrote there is replaced.
         trace: file of the record; by default the one beside the plan that the plan names.
         native: trace of the planning pass, with scores where the plan is not of whole sets; the plan is resolved to ids.
 
@@ -107,7 +108,7 @@ def export_plan(
         payload = _resolved(plan, record, RouteTrace.load(native), target.keeps_native)
     target.require(payload)
     payload.facts["says"] = f"{framework}: {_says(payload)}{target.note(payload)}"
-    file = Path(out) / framework / f"{path.stem}{target.suffix}"
+    file = Path(out) / framework / f"{path.stem}.{payload.facts['form']}{target.suffix}"
     partial = file.with_name(file.name + ".partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -152,6 +153,10 @@ def _resolved(plan: ReplayPlan, trace: RouteTrace, native: RouteTrace, keeps_nat
     """
     native.verify()
     check_pair(trace, native)
+    if native.scores is None and plan.unit != "token_layer":
+        raise ReplayError(
+            f"native: expected router scores, by which a plan of unit {plan.unit} is resolved (rar record --scores), found none"
+        )
     ids = executed(plan, trace, native, native.scores)
     touched = plan.planned.any(-1) if plan.unit == "slot" else plan.planned
     whole = plan.planned.all(-1) if plan.unit == "slot" else touched

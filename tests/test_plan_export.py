@@ -86,7 +86,7 @@ def test_nemo_rl_is_told_a_plan_of_whole_sets_exactly(experts: int, dtype: str, 
     case = make_case(tmp_path, experts)
     plan = case.plan("random_route", "token_layer", "1/3")
     told = export_plan(plan, "nemo-rl", tmp_path / "out")
-    assert told.path == tmp_path / "out" / "nemo-rl" / "plan.jsonl"
+    assert told.path == tmp_path / "out" / "nemo-rl" / "plan.mask.jsonl"
     assert f'"nrlre1:{dtype}:' in told.path.read_text().replace(" ", "")
     back = read_trace(told.path, model=shape(case))
     planned = make_plan(
@@ -216,7 +216,7 @@ def test_what_cannot_be_told_is_refused(case: Case, tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="forces single slots, and a route is there whole or not at all"):
         export_plan(slots, "nemo-rl", out)
     bare = replace(case.native, scores=None).save(tmp_path / "bare.safetensors")
-    with pytest.raises(ReplayError, match="unit slot: expected live scores"):
+    with pytest.raises(ReplayError, match="expected router scores, by which a plan of unit slot is resolved"):
         export_plan(slots, "verl", out, native=bare)
     gone = np.where(np.arange(17) == 9, Status.MISSING, case.native.status).astype(np.uint8)
     kept = np.where((gone == Status.RECORDED)[:, None, None], case.native.experts, 0)
@@ -251,7 +251,7 @@ def test_the_command(case: Case, capsys: Any, monkeypatch: Any) -> None:
 
     status, told, _ = rar(plan, "--for", "nemo-rl", "--out", out)
     assert status == 0
-    assert told.splitlines()[0] == str(out / "nemo-rl" / "plan.jsonl")
+    assert told.splitlines()[0] == str(out / "nemo-rl" / "plan.mask.jsonl")
     status, told, _ = rar(plan, "--for", "verl", "--native", case.native_file, "--out", out)
     assert "FROZEN: 1 of 39 cells" in told  # the one that the rollout did not record
     for arguments, message in (

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import venv
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from rar_lib.integrations.policy_file import load_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipe" / "routing_aware_replay"
@@ -92,3 +96,22 @@ def test_traces_metrics_and_replay_import_there(light: Path) -> None:
     ]
     done = run(light, "-c", f"import importlib\nfor n in {names!r}: importlib.import_module(n)")
     assert done.returncode == 0, done.stderr[-1000:]
+
+
+def test_scores_of_a_real_model_make_the_fisher_arm_complete(tmp_path: Path) -> None:
+    """From a dump in verl's layout to a policy file that the trainer's loader accepts."""
+    dump, model = ROOT / "data" / "traces" / "verl" / "tq_batch.pt", ROOT / "data" / "checkpoints" / "tiny-moe"
+    out = tmp_path / "scores.safetensors"
+    command = [sys.executable, RECIPE / "examples" / "expert_scores.py", model, dump, out]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith(f"{out}\ngate/per_route/rollout: ")
+    (tmp_path / "policy.json").write_text((RECIPE / "policies" / "fisher.json").read_text())
+    policy = load_policy(tmp_path / "policy.json")
+    assert policy.stored is not None
+    score = policy.stored.score
+    assert policy.stored.moe_layers == (0, 1, 2, 3)
+    # answers alone are scored, but a route of a prompt moves them too
+    assert score.count.sum() == 4 * 2 * score.tokens == 4 * 2 * (82 - 8)
+    assert np.isfinite(score.values[score.count > 0]).all()
+    assert (score.values[score.count > 0] > 0).any()
