@@ -12,10 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from routing_aware_replay.replay_policy import ARMS, POLICIES, PolicyFile, arm_file, load_policy, plan_for
+from routing_aware_replay.replay_policy import ARMS, POLICIES, PolicyFile, ReplayPolicy, arm_file, load_policy, plan_for
 
 from rar_lib.errors import ConfigError
+from rar_lib.integrations.sequences import require_available
 from rar_lib.replay.fixed import executed, synthetic_world
+from rar_lib.replay.score_file import StoredScore
+from rar_lib.replay.scores import ExpertScore
 
 RECIPE = Path(__file__).resolve().parents[1]
 PARTIAL = ("fisher", "uniform", "random")
@@ -111,6 +114,17 @@ def test_a_policy_file_is_checked_before_a_trainer_starts(tmp_path: Path) -> Non
     wrong.write_text('{"policy": "uniform", "unit": "slot"}')
     with pytest.raises(ConfigError, match=r"policy uniform needs a share from 0 to 1, found none"):
         load_policy(wrong)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_plugin_has_the_policy_of_every_arm(arm: str) -> None:
+    values = np.ones((2, 4))
+    stored = (
+        StoredScore(ExpertScore(values, values, "gate", "per_route", "rollout", 1.0), (0, 1))
+        if arm == "fisher"
+        else None
+    )
+    require_available(ReplayPolicy(policy(arm), stored))
 
 
 def test_the_demonstration(tmp_path: Path) -> None:
