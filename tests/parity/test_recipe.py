@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.parity.test_verl import PYTHON
 
@@ -91,6 +92,25 @@ def test_verl_has_every_option_of_an_arm(arm: str, composed: dict[str, Any], fol
 def test_an_option_that_verl_has_not_is_refused(composed: dict[str, Any]) -> None:
     """The place of the switch before 0.9."""
     assert "Could not override 'actor_rollout_ref.actor.router_replay.mode'" in composed["old place"]["error"]
+
+
+def test_verls_own_entry_point_takes_the_script(composed: dict[str, Any], tmp_path: Path) -> None:
+    """The script with verl's interpreter and hydra's --cfg, which prints the job instead of running it."""
+    given = {
+        "MODEL_PATH": "/m",
+        "TRAIN_FILES": "/t",
+        "VAL_FILES": "/v",
+        "RUN_DIR": str(tmp_path),
+        "PYTHON": str(PYTHON),
+    }
+    command = ["bash", RECIPE / "run_r3.sh", "trainer.total_training_steps=3", "--cfg", "job"]
+    done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-1500:]
+    job = yaml.safe_load(done.stdout[done.stdout.index("actor_rollout_ref:") :])
+    assert job["trainer"]["total_training_steps"] == 3
+    actor = job["actor_rollout_ref"]["actor"]["megatron"]
+    assert actor["router_replay"]["replay_file"] == str(tmp_path / "policy.json")
+    assert actor["override_transformer_config"]["moe_router_fusion"] is False
 
 
 def test_arms_differ_in_the_replay_alone(tmp_path: Path) -> None:
