@@ -133,6 +133,7 @@ def test_the_demonstration(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[1:]}
     assert list(rows) == list(ARMS)
+    assert done.stdout in (RECIPE / "README.md").read_text()  # the table that is printed there is this one
     assert {rows[arm][1] for arm in PARTIAL} == {"0.2500"}
     assert len({rows[arm][3] for arm in PARTIAL}) == 1
     flips = {arm: float(row[-1]) for arm, row in rows.items()}
