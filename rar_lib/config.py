@@ -15,12 +15,25 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rar_lib.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text. Imported here, so that configs in JSON need no YAML package.
+
+    Raises:
+        ValueError: if it is not YAML.
+    """
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
 
 
 class _Part(BaseModel):
@@ -410,7 +423,11 @@ class JobConfig(_Part):
             key, sign, text = item.partition("=")
             if not sign or not key.strip():
                 raise ConfigError(f"--set {item!r}: expected a.b=value")
-            _put(tree, key.strip(), yaml.safe_load(text))
+            try:
+                value = parse_yaml(text)
+            except ValueError as error:
+                raise ConfigError(f"--set {item!r}: {error}") from None
+            _put(tree, key.strip(), value)
         _adopt_verl_keys(tree)
         try:
             return cls.model_validate(tree)
@@ -426,8 +443,8 @@ class JobConfig(_Part):
         except OSError as error:
             raise ConfigError(f"config file {path}: {error.strerror}") from None
         try:
-            values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        except (ValueError, yaml.YAMLError) as error:
+            values = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
+        except ValueError as error:
             raise ConfigError(f"config file {path}: {error}") from None
         if values is not None and not isinstance(values, dict):
             raise ConfigError(f"config file {path}: expected a mapping, found {type(values).__name__}")

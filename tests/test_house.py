@@ -34,6 +34,7 @@ LAYERS = [
         "estimate",
         "reproduce",
         "export",
+        "plan_export",
     },
     {"cli", "__main__"},
 ]

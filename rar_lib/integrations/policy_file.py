@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError
 
-from rar_lib.config import RouterReplayConfig, explain
+from rar_lib.config import RouterReplayConfig, explain, parse_yaml
 from rar_lib.errors import ConfigError
 from rar_lib.replay.policies import get_policy, require_policy
 from rar_lib.replay.score_file import StoredScore, load_score
@@ -84,8 +83,8 @@ def load_policy(path: str | Path) -> ReplayPolicy:
     except OSError as error:
         raise ConfigError(f"policy file {path}: {error.strerror}") from None
     try:
-        values: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+        values: Any = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"policy file {path}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"policy file {path}: expected a mapping, found {type(values).__name__}")
