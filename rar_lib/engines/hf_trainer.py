@@ -1,26 +1,33 @@
-"""The embedded trainer: a Transformers MoE with replay at the selection, any family, one process.
+"""The embedded trainer: a Transformers MoE with replay at the selection, any family, on one process or under FSDP2.
 
-Gradients of micro-batches add up to the gradient of the token mean over the whole batch, so the split changes nothing
+Under FSDP2 every process is given the whole batch, takes its sequences, and what they saw is gathered at the first; weights,
+gradients and moments are sharded layer by layer (`fully_shard`). Gradients of micro-batches add up to the gradient of the token mean over the whole batch, so the split changes nothing
 but float summation. Replay covers the forward and, with recomputed activations, the second forward in the backward.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rar_lib.checkpoint import load_model
 from rar_lib.config import AlgorithmConfig, TrainerConfig
 from rar_lib.engines.base import Capture, LogprobResult, Objective, Replay, TokenBatch, UpdateResult
 from rar_lib.engines.capture import open_routes, require_capture, route_counts
 from rar_lib.engines.hf_experts import HFBlock
-from rar_lib.engines.hf_weights import hf_names
+from rar_lib.engines.hf_weights import hf_names, whole
 from rar_lib.engines.logits import response_logprobs
+from rar_lib.engines.ranks import ALONE, Ranks
+from rar_lib.engines.seen import INSIDE_EXPERTS, Seen
+from rar_lib.engines.slices import MOMENTS, Shard, Slices, require_one_step, save_slices
 from rar_lib.engines.taps import open_taps
 from rar_lib.errors import DivergedError, EngineError
 from rar_lib.replay.points import find_points
@@ -28,18 +35,26 @@ from rar_lib.replay.scores import SignalRequest
 
 
 class HFTrainer:
-    """See `Trainer` in base.py.
+    """See `Trainer` in base.py. On several processes all call the same method, and the first returns the result.
 
     Args:
         path: checkpoint folder.
-        config: dtype (bfloat16 means autocast over fp32 weights), micro-batch size, recompute.
+        config: dtype (bfloat16 means autocast over fp32 weights), micro-batch size, recompute, processes.
         algorithm: learning rate, weight decay, gradient clipping.
+
+    Raises:
+        EngineError: if torch.distributed has another number of processes than the config.
     """
 
     name = "hf"
 
     def __init__(self, path: Path, config: TrainerConfig, algorithm: AlgorithmConfig) -> None:
         self.config, self.algorithm, self.model_id = config, algorithm, path.name
+        self.ranks = Ranks() if config.processes > 1 else ALONE
+        if self.ranks.size != config.processes:
+            raise EngineError(
+                f"trainer.processes: expected {config.processes}, found a process group of {self.ranks.size}"
+            )
         self.model: Any = load_model(path)
         if config.recompute:
             noisy = {k: v for k, v in self.model.config.to_dict().items() if ("dropout" in k or "jitter" in k) and v}
@@ -55,15 +70,17 @@ class HFTrainer:
         if algorithm.freeze_router:
             for router in getattr(found, "routers", []):
                 router.requires_grad_(False)
+        if config.processes > 1:
+            _shard(self.model, config.processes)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=algorithm.lr, weight_decay=algorithm.weight_decay
         )
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
         # Sequences are right-padded and attention is causal: padding cannot reach a token, so no mask is needed.
-        low = self.config.dtype == "bfloat16"
-        with torch.autocast("cpu", torch.bfloat16) if low else contextlib.nullcontext():
-            return self.model(input_ids=tokens, use_cache=False).logits
+        low, device = self.config.dtype == "bfloat16", next(self.model.parameters()).device
+        with torch.autocast(device.type, torch.bfloat16) if low else contextlib.nullcontext():
+            return self.model(input_ids=tokens.to(device), use_cache=False).logits
 
     def logprobs(
         self,
@@ -78,25 +95,45 @@ class HFTrainer:
     ) -> LogprobResult:
         """See `Trainer.logprobs`."""
         require_capture(signals, capture)
-        out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-        mask = batch.response_mask
+        self._require_experts(signals)
+        mine = Seen()
         with (
             torch.set_grad_enabled(signals is not None),
             open_routes(self.model, batch, replay, capture, measure) as (forced, collector),
             open_taps(self.model, self._points, self._blocks, batch, signals, temperature) as taps,
         ):
-            for rows in batch.micro_batches(micro_batch_size or self.config.micro_batch_size):
+            size = micro_batch_size or self.config.micro_batch_size
+            for rows in batch.micro_batches(size, self.ranks.rank, self.ranks.size):
                 if forced is not None:
                     forced.focus(rows)
                 logits = self._logits(batch.tokens[rows])
-                logp = response_logprobs(logits, batch.tokens[rows], mask[rows], temperature)
-                out[rows] = logp.detach().float()
+                logp = response_logprobs(logits, batch.tokens[rows], batch.scored(rows), temperature)
+                mine.scored(rows, logp)
                 if taps is not None:
                     taps.take(rows, logits, logp)
                 if collector is not None:
                     collector.take(rows)
-        trace = collector.trace(batch, "old", self.name, self.model_id) if collector is not None else None
-        return LogprobResult(out, trace, route_counts(forced), None if taps is None else taps.signals())
+        mine.counts = route_counts(forced)
+        mine.routes = [] if collector is None else collector.parts
+        mine.signals = [] if taps is None else taps.parts
+        out, whole_batch = mine.gather(self.ranks, batch)
+        if self.ranks.rank > 0:
+            return LogprobResult(out, None, whole_batch.counts)
+        trace = None
+        if collector is not None:
+            trace = collector.trace(batch, "old", self.name, self.model_id, whole_batch.routes)
+        return LogprobResult(
+            out, trace, whole_batch.counts, None if taps is None else taps.signals(whole_batch.signals)
+        )
+
+    def _require_experts(self, signals: SignalRequest | None) -> None:
+        """Estimators that compute experts again need their weights whole."""
+        wanted = sorted(INSIDE_EXPERTS & set(signals.estimators)) if signals is not None else []
+        if wanted and self.ranks.size > 1:
+            raise EngineError(
+                f"score estimator {', '.join(wanted)} computes experts again and needs them whole in one process; found FSDP2 over "
+                f"{self.ranks.size} processes; estimator gate works on every layout"
+            )
 
     def update(
         self,
@@ -109,55 +146,75 @@ class HFTrainer:
         routers: bool = False,
     ) -> UpdateResult:
         """See `Trainer.update`."""
-        mask = batch.response_mask
-        tokens = int(mask.sum())
-        out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-        loss, statistics = 0.0, dict[str, float]()
+        tokens, mine = int(batch.response_mask.sum()), Seen()
         self.optimizer.zero_grad()
         capture: Capture = "scores" if routers else False
         with open_routes(self.model, batch, replay, capture, measure) as (forced, collector):
-            for rows in batch.micro_batches(self.config.micro_batch_size):
+            for rows in batch.micro_batches(self.config.micro_batch_size, self.ranks.rank, self.ranks.size):
                 if forced is not None:
                     forced.focus(rows)
                 elif collector is not None:
                     collector.record.begin()
-                logp = response_logprobs(self._logits(batch.tokens[rows]), batch.tokens[rows], mask[rows], temperature)
+                logits = self._logits(batch.tokens[rows])
+                logp = response_logprobs(logits, batch.tokens[rows], batch.scored(rows), temperature)
                 scores = None if collector is None else collector.scores(rows, logp.shape[1])
-                terms, sums = objective(logp, rows, scores)
-                part = terms[mask[rows]].sum() / tokens
+                part = mine.learned(batch, objective, rows, logp, scores) / tokens
                 part.backward()
-                loss += float(part.detach())
-                out[rows] = logp.detach().float()
-                statistics = {name: statistics.get(name, 0.0) + value for name, value in sums.items()}
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.algorithm.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise DivergedError(f"gradient norm is {float(norm)} at a loss of {loss}: the update was not taken")
+                mine.loss += float(part.detach())
+        mine.counts = route_counts(forced)
+        out, whole_batch = mine.gather(self.ranks, batch)
+        clipped = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.algorithm.max_grad_norm)
+        norm, loss = float(whole(clipped)), whole_batch.loss
+        if not math.isfinite(norm):
+            raise DivergedError(f"gradient norm is {norm} at a loss of {loss}: the update was not taken")
         self.optimizer.step()
-        return UpdateResult(loss, float(norm), out, statistics, route_counts(forced))
+        return UpdateResult(loss, norm, out, whole_batch.statistics, whole_batch.counts)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Trainer.weights`."""
         yield from hf_names(self.model)
 
     def save(self, folder: Path) -> None:
-        """Weights and AdamW moments as safetensors; names are those of the model's parameters."""
-        tensors = {f"model.{n}": p.detach().contiguous() for n, p in self.model.named_parameters()}
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer.{key}.{name}"] = torch.as_tensor(value).contiguous()
-        save_file(tensors, folder / "trainer.safetensors", metadata={"engine": self.name})
+        """See `Trainer.save`: weights and AdamW moments under the names of the model's parameters; every process writes its part."""
+        named = dict(self.model.named_parameters())
+        states = {name: self.optimizer.state.get(p, {}) for name, p in named.items() if p.requires_grad}
+        step = require_one_step(float(state["step"]) if state else 0.0 for state in states.values())
+        shards = [self._slice(f"model.{name}", p) for name, p in named.items()]
+        for name, state in states.items():
+            shards += [self._slice(f"optimizer.{key}.{name}", state[key]) for key in MOMENTS if key in state]
+        save_slices(folder, self.name, self.ranks, step, shards)
+
+    def _slice(self, name: str, tensor: torch.Tensor) -> Shard:
+        """What this process holds: FSDP2 cuts along the first dimension, in the order of ranks."""
+        if not isinstance(tensor, DTensor):
+            return Shard(name, tensor)
+        return Shard(name, tensor.to_local(), 0, self.ranks.rank, self.ranks.size)
 
     def load(self, folder: Path) -> None:
-        """See `Trainer.load`."""
-        tensors = load_file(folder / "trainer.safetensors")
+        """See `Trainer.load`; any number of processes reads what another wrote."""
+        state = Slices(folder, self.name)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                parameter.copy_(tensors[f"model.{name}"])
-                moments = {
-                    key.split(".", 2)[1]: value.clone()
-                    for key, value in tensors.items()
-                    if key.startswith("optimizer.") and key.split(".", 2)[2] == name
-                }
+                parameter.copy_(_like(parameter, state.require(f"model.{name}")))
                 self.optimizer.state.pop(parameter, None)  # a state saved before the first step has no moments
-                if moments:
-                    self.optimizer.state[parameter] = moments
+                if state.step and parameter.requires_grad:
+                    moments = {key: _like(parameter, state.require(f"optimizer.{key}.{name}")) for key in MOMENTS}
+                    self.optimizer.state[parameter] = {"step": state.step.clone(), **moments}
+
+
+def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, cut as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+def _shard(model: Any, processes: int) -> None:
+    """FSDP2: each decoder layer is gathered for its forward and backward alone; gradients are summed, not averaged."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device, (processes,))
+    base = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    for part in (*base.layers, model):
+        fully_shard(part, mesh=mesh)
+        part.set_gradient_divide_factor(1.0)  # the loss is already a share of the whole batch's token mean
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no other

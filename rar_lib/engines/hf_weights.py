@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from rar_lib.engines.base import NamedTensors
 from rar_lib.errors import EngineError
@@ -28,8 +29,13 @@ def _to_names(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def hf_names(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights under checkpoint names, one tensor an expert, detached."""
-    yield from _to_names(model, {name: tensor.detach() for name, tensor in model.state_dict().items()}).items()
+    """Weights under checkpoint names, one tensor an expert, detached; whole also where processes share them, which all must then ask."""
+    yield from _to_names(model, {name: whole(tensor.detach()) for name, tensor in model.state_dict().items()}).items()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that processes share in slices (DTensor), put together on each; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _places(model: Any) -> dict[str, torch.Tensor]:

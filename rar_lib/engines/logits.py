@@ -17,10 +17,11 @@ def response_logprobs(
         temperature: divides the logits.
 
     Returns:
-        `[n, T]` float32 (float64 for float64 logits) in nats, 0 where the mask is false. Differentiable.
+        `[n, T]` float32 (float64 for float64 logits) in nats on the CPU, 0 where the mask is false. Differentiable.
     """
+    tokens, mask = tokens.to(logits.device), mask.to(logits.device)
     wide = logits[:, :-1] if logits.dtype == torch.float64 else logits[:, :-1].float()
     logp = torch.log_softmax(wide / temperature, -1).gather(-1, tokens[:, 1:, None])[..., 0]
     out = logp.new_zeros(tokens.shape)
     out[:, 1:] = torch.where(mask[:, 1:], logp, 0)
-    return out
+    return out.cpu()

@@ -19,7 +19,7 @@ import torch
 
 from rar_lib.config import AlgorithmConfig, TrainerConfig
 from rar_lib.engines.base import Capture, LogprobResult, Objective, Replay, TokenBatch, UpdateResult
-from rar_lib.engines.capture import RouteCollector, RoutePart, open_routes, require_capture, route_counts
+from rar_lib.engines.capture import RouteCollector, open_routes, require_capture, route_counts
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.megatron_cpu import import_megatron, start_parallel_state, without_cuda
 from rar_lib.engines.megatron_experts import MegatronBlock
@@ -27,25 +27,12 @@ from rar_lib.engines.megatron_model import build_chunks
 from rar_lib.engines.megatron_state import load_state, save_state
 from rar_lib.engines.megatron_weights import hf_shards, put_together
 from rar_lib.engines.ranks import Ranks
-from rar_lib.engines.taps import SignalPart, Taps, open_taps
+from rar_lib.engines.seen import INSIDE_EXPERTS, Seen
+from rar_lib.engines.taps import Taps, open_taps
 from rar_lib.errors import DivergedError, EngineError, ReplayError
-from rar_lib.replay.counts import PassCounts
 from rar_lib.replay.force import Replaying
 from rar_lib.replay.points import find_points
 from rar_lib.replay.scores import SignalRequest
-
-
-@dataclass
-class _Seen:
-    """What one process saw of a pass. Log-probs, loss and statistics count once for its tensor-parallel peers and stages."""
-
-    rows: list[torch.Tensor]
-    logprobs: list[torch.Tensor]
-    loss: float
-    statistics: dict[str, float]
-    counts: PassCounts
-    routes: list[RoutePart]
-    signals: list[SignalPart]
 
 
 @dataclass(frozen=True)
@@ -152,16 +139,17 @@ class MegatronTrainer:
         multiple = 0 if pipeline == 1 else pipeline if self.config.virtual_pipeline > 1 else 1
         parts = batch.micro_batches(micro_batch_size, *self._data, multiple)
         width = -(-batch.tokens.shape[1] // tensor) * tensor  # sequence parallel cuts it into equal parts
+        device = next(self.model.parameters()).device
         tokens = torch.nn.functional.pad(batch.tokens, (0, width - batch.tokens.shape[1]))
-        hidden = torch.ones(1, 1, width, width, dtype=torch.bool).triu(1)
+        hidden = torch.ones(1, 1, width, width, dtype=torch.bool, device=device).triu(1)
         _mend_loss_scale()
 
         def forward_step(iterator: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
             rows = next(iterator)
             watch = watches[next(i for i, chunk in enumerate(self.ddp) if chunk is model)]
             watch.focus(rows, pipeline > 1)
-            positions = torch.arange(width)[None, :].expand(len(rows), width)
-            logits = model(input_ids=tokens[rows], position_ids=positions, attention_mask=hidden)
+            positions = torch.arange(width, device=device)[None, :].expand(len(rows), width)
+            logits = model(input_ids=tokens[rows].to(device), position_ids=positions, attention_mask=hidden)
             seen(watch, rows)
 
             def loss(output: torch.Tensor) -> Any:
@@ -180,22 +168,11 @@ class MegatronTrainer:
                 forward_only=forward_only,
             )
 
-    def _result(self, batch: TokenBatch, mine: _Seen) -> tuple[torch.Tensor, _Seen]:
-        """Log-probs `[S, T]` and sums over all processes at the first; at the others those of their own."""
+    def _result(self, batch: TokenBatch, mine: Seen) -> tuple[torch.Tensor, Seen]:
+        """See Seen.gather; log-probs, loss and statistics count once for tensor-parallel peers and the stages of a pipeline."""
         if not self._speaks:
             mine = replace(mine, rows=[], logprobs=[], loss=0.0, statistics={})
-        everyone = self.ranks.gather(mine) or [mine]
-        out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-        statistics: dict[str, float] = {}
-        for one in everyone:
-            for rows, logp in zip(one.rows, one.logprobs, strict=True):
-                out[rows[rows >= 0]] = logp[rows >= 0]
-            for name, value in one.statistics.items():
-                statistics[name] = statistics.get(name, 0.0) + value
-        return out, _Seen(
-            [], [], sum(one.loss for one in everyone), statistics, sum((one.counts for one in everyone), PassCounts()),
-            [part for one in everyone for part in one.routes], [part for one in everyone for part in one.signals],
-        )  # fmt: skip
+        return mine.gather(self.ranks, batch)
 
     def logprobs(
         self,
@@ -215,7 +192,7 @@ class MegatronTrainer:
         """
         require_capture(signals, capture)
         self._require_experts(signals)
-        mine = _Seen([], [], 0.0, {}, PassCounts(), [], [])
+        mine = Seen()
         staged = signals is not None and self.config.pipeline_parallel > 1  # their gradients cross stages
         with (
             torch.set_grad_enabled(signals is not None),
@@ -231,8 +208,7 @@ class MegatronTrainer:
 
             def after(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
                 logp = response_logprobs(logits, batch.tokens[rows], batch.scored(rows), temperature)
-                mine.rows.append(rows)
-                mine.logprobs.append(logp.detach().float())
+                mine.scored(rows, logp)
                 taps = watches[-1].taps
                 if staged and taps is not None:
                     return taps.likelihood(rows, logits, logp)
@@ -277,8 +253,8 @@ class MegatronTrainer:
 
     def _require_experts(self, signals: SignalRequest | None) -> None:
         """Estimators that compute experts again need all of them, whole, in the process."""
-        config, inside = self.config, {"swap", "param", "param_exact"}
-        wanted = sorted(inside & set(signals.estimators)) if signals is not None else []
+        config = self.config
+        wanted = sorted(INSIDE_EXPERTS & set(signals.estimators)) if signals is not None else []
         sizes = (config.tensor_parallel, config.expert_parallel, config.expert_tensor_parallel)
         if wanted and sizes != (1, 1, 1):
             raise EngineError(
@@ -330,22 +306,12 @@ class MegatronTrainer:
                 "the objective looks at the router scores of all layers and tokens (correction rspo), which tensor_parallel "
                 f"{split[0]} and pipeline_parallel {split[1]} spread over processes; use data or expert parallel"
             )
-        mine = _Seen([], [], 0.0, {}, PassCounts(), [], [])
+        mine = Seen()
 
         def after(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
             logp = response_logprobs(logits, batch.tokens[rows], batch.scored(rows), temperature)
             scores = watches[-1].scores(rows, logp.shape[1])
-            mine.rows.append(rows)
-            mine.logprobs.append(logp.detach().float())
-            real = rows >= 0
-            if not real.any():
-                return (logp * 0).sum()
-            if not real.all():
-                rows, logp, scores = rows[real], logp[real], None if scores is None else scores[real]
-            terms, sums = objective(logp, rows, scores)
-            for name, value in sums.items():
-                mine.statistics[name] = mine.statistics.get(name, 0.0) + value
-            loss = terms[batch.scored(rows)].sum()
+            loss = mine.learned(batch, objective, rows, logp, scores)
             mine.loss += float(loss.detach())
             return loss
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rar_lib.engines.megatron_cpu import import_megatron
+from rar_lib.engines.slices import Shard, join_slices
 from rar_lib.errors import EngineError
 
 PLAIN = {
@@ -50,17 +51,6 @@ class Mapped:
     kind: str
     dim: int | None
     expert: bool = False
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A slice of a Hugging Face tensor: the `index`-th of `count` equal ones along `dim`; `dim` None is the whole."""
-
-    name: str
-    tensor: torch.Tensor
-    dim: int | None
-    index: int
-    count: int
 
 
 @dataclass(frozen=True)
@@ -219,9 +209,4 @@ def put_together(shards: Iterable[Shard]) -> Iterator[tuple[str, torch.Tensor]]:
         found.setdefault(shard.name, {}).setdefault(shard.index, shard)
     for name, pieces in found.items():
         one = next(iter(pieces.values()))
-        if sorted(pieces) != list(range(one.count)):
-            raise EngineError(f"tensor {name}: expected {one.count} slices, found those numbered {sorted(pieces)}")
-        if one.dim is None or one.count == 1:
-            yield name, one.tensor
-        else:
-            yield name, torch.cat([pieces[i].tensor for i in range(one.count)], one.dim)
+        yield name, join_slices(name, {i: piece.tensor for i, piece in pieces.items()}, one.dim, one.count)

@@ -15,12 +15,15 @@ T = TypeVar("T")
 class Ranks:
     """This process among those of torch.distributed; one alone where that was not started.
 
+    Args:
+        alone: whatever torch.distributed holds, this process works by itself.
+
     Attributes:
         rank, size: of the whole group.
     """
 
-    def __init__(self) -> None:
-        here = torch.distributed.is_initialized()
+    def __init__(self, alone: bool = False) -> None:
+        here = torch.distributed.is_initialized() and not alone
         self.rank: int = torch.distributed.get_rank() if here else 0
         self.size: int = torch.distributed.get_world_size() if here else 1
         self._group: Any = torch.distributed.new_group(backend="gloo") if self.size > 1 else None
@@ -32,3 +35,6 @@ class Ranks:
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
         torch.distributed.gather_object(mine, found, dst=0, group=self._group)
         return found
+
+
+ALONE = Ranks(alone=True)
