@@ -27,15 +27,15 @@ WEIGHTS = "model.safetensors"
 
 
 class Stamps:
-    """Names of pushes: `rar-<this client>-<number of the push>-v<weight version>`."""
+    """Names of pushes: `rar-<this client>-<number of the push>-v<weight version>`; `client` is drawn anew for each."""
 
     def __init__(self) -> None:
-        self._client, self._pushes = secrets.token_hex(4), 0
+        self.client, self._pushes = secrets.token_hex(4), 0
 
     def new(self, version: int) -> str:
         """The stamp of the next push."""
         self._pushes += 1
-        return f"rar-{self._client}-{self._pushes}-v{version}"
+        return f"rar-{self.client}-{self._pushes}-v{version}"
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ Not run on a GPU.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ class VLLMServerRollout:
         )
         self.max_length = int(found["max_model_len"])
         self._limits = int(found["settings"]["max_num_seqs"]), int(found["settings"]["max_num_batched_tokens"])
-        self.weight_version, self._stamps = -1, Stamps()
+        self.weight_version, self._stamps, self._wave = -1, Stamps(), itertools.count()
         self._state = self._call("rar_state")
         self._loaded = [worker["loaded"] for worker in self._state]
         self._probe = probe_batch(load_model_config(path).get_text_config().vocab_size, special.pad)
@@ -195,7 +196,7 @@ class VLLMServerRollout:
 
     def _complete(self, prompts: Sequence[Sequence[int]], body: dict[str, Any]) -> dict[str, Any]:
         """The answer to one wave of prompts, choices in their order."""
-        wave = {"rar_wave": f"{self._stamps.new(self.weight_version)}/{len(prompts)}"}
+        wave = {"rar_wave": f"{self._stamps.client}-{next(self._wave)}/{len(prompts)}"}
         request = {**body, "prompt": [list(p) for p in prompts], "vllm_xargs": wave}
         answer = self.server.post("/v1/completions", request, expected=f"{len(prompts)} completions")
         given = answer.get("choices") or []
