@@ -7,6 +7,7 @@ it when the thread that started it is gone (Linux), so start it from a thread th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ from rar_lib.errors import EngineError
 CONNECT_SECONDS = 10.0
 START_SECONDS = 600.0  # importing vLLM and loading a large model
 STOP_SECONDS = 20.0
+SETTLE_SECONDS = 5.0
 LAUNCHERS = (
     "MASTER_",
     "TORCHELASTIC_",
@@ -152,6 +154,9 @@ class Server:
         try:
             answer = self._client.request(method, path, json=body)
         except self._errors as error:
+            if self.own is not None:  # a connection breaks a moment before its process is gone
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.own.process.wait(SETTLE_SECONDS)
             raise self.error(path, expected, f"no answer ({type(error).__name__}: {error})") from None
         if answer.status_code != 200:
             raise self.error(path, expected, f"status {answer.status_code}: {answer.text:.300}")

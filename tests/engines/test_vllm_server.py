@@ -62,10 +62,13 @@ def client(engines: EngineSession, checkpoint: Path) -> VLLMServerRollout:
 
 
 @pytest.fixture(scope="module")
-def elsewhere(checkpoint: Path) -> Iterator[tuple[str, int, subprocess.Popen[str]]]:
+def elsewhere(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, int, subprocess.Popen[str]]]:
     """URL and process of a server that another process started, and that process."""
     command = [sys.executable, "-c", STARTS_A_SERVER, str(checkpoint)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
+    place = os.environ | {"TMPDIR": str(tmp_path_factory.mktemp("elsewhere"))}  # who is killed tidies nothing up
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=place) as starter:
         try:
             assert starter.stdout is not None
             url, process = starter.stdout.readline().split()
