@@ -119,6 +119,10 @@ def test_a_wave_that_loses_its_client_holds_nobody_back(client: VLLMServerRollou
     half = {"prompt": prompts[:1], "max_tokens": 4, "vllm_xargs": {"rar_wave": "half/2"}}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{client.server.url}/v1/completions", json=half, timeout=2.0, trust_env=False)
+    alone = {"prompt": prompts[:1], "max_tokens": 4}
+    assert (
+        httpx.post(f"{client.server.url}/v1/completions", json=alone, timeout=60.0, trust_env=False).status_code == 200
+    )
     assert len(client.generate(prompts[:8], SAMPLING, UIDS[:8], 0).responses) == 8
 
 
