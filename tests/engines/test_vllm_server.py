@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,9 +55,11 @@ def trainer(checkpoint: Path) -> HFTrainer:
 
 
 @pytest.fixture(scope="module")
-def client(engines: EngineSession, checkpoint: Path) -> VLLMServerRollout:
+def client(engines: EngineSession, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> VLLMServerRollout:
     """Of the session's own server."""
-    made, _ = engines.open(config(), checkpoint, SPECIAL)
+    with pytest.MonkeyPatch.context() as patch:  # its log, which errors name, stays
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("server")))
+        made, _ = engines.open(config(), checkpoint, SPECIAL)
     assert isinstance(made, VLLMServerRollout)
     return made
 
