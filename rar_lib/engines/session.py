@@ -3,6 +3,7 @@
 vLLM tolerates one engine a process and takes torch.distributed (and any Megatron model) down with it, so one session
 creates it, several runs share it by pushing their own weights, and it goes last. A run in a shared session computes what
 it computes alone: trainers are built anew from the checkpoint for each run, rollouts are reseeded at every step.
+A vLLM server is a process of its own and bound by none of this; one that a session starts is shared and ended likewise.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ import runpy
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 PARENT = "RAR_SERVER_PARENT"  # process id of the session that started the server and ends with it
@@ -46,14 +45,15 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run the server in this process until it is told to end.
 
     Raises:
-        EngineError: if vLLM is missing or cannot capture the routes of this checkpoint.
+        ConfigError, EngineError: if there is no such checkpoint, vLLM is missing, or it cannot capture these routes.
     """
+    from rar_lib.checkpoint import resolve_checkpoint
     from rar_lib.config import DType
     from rar_lib.engines.vllm_rollout import ENVIRONMENT, engine_arguments, longest_sequence
     from rar_lib.errors import EngineError
 
     parser = argparse.ArgumentParser(prog="python -m rar_lib.engines.vllm_serve", allow_abbrev=False)
-    parser.add_argument("checkpoint", type=Path, help="folder of a Hugging Face MoE")
+    parser.add_argument("checkpoint", help="folder of a Hugging Face MoE, or the name of a shipped checkpoint")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", choices=get_args(DType), default="bfloat16")
@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> None:
         import vllm
     except ImportError as error:
         raise EngineError(f"vLLM is not installed ({error}); install the extra rar-lib[vllm]") from None
-    path = own.checkpoint.resolve()
+    path = resolve_checkpoint(own.checkpoint)
     arguments = engine_arguments(vllm.__version__, path, own.dtype, longest_sequence(path)) | {
         "worker_extension_cls": "rar_lib.engines.vllm_worker.PushedWeights",
         "scheduler_cls": "rar_lib.engines.vllm_worker.WaveScheduler",
