@@ -24,6 +24,9 @@ def run(
     set: Annotated[
         tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(help="override a field: a.b=value; repeat as needed")
     ] = [],  # noqa: B006 - tyro reads the default, nobody changes it
+    nproc: Annotated[
+        int | None, tyro.conf.arg(help="processes of the trainer, under torchrun's agent: trainer.processes=N")
+    ] = None,
     runs_dir: RunsDir = None,
     estimate: Annotated[
         bool, tyro.conf.arg(help="run nothing; print memory, disk and time that the run would take")
@@ -34,6 +37,8 @@ def run(
     from rar_lib.job import run_job
     from rar_lib.runs.compare import policy_table
 
+    if nproc is not None:
+        set = [*set, f"trainer.processes={nproc}"]
     job = JobConfig.build({}, set) if config is None else JobConfig.from_file(config, set)
     if estimate:
         from rar_lib.estimate import estimate as estimate_run
@@ -220,23 +225,56 @@ def reproduce(
 
 
 def export(
-    runs: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(help="folders, names, or their beginnings or ends")
+    sources: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(
+            name="runs", help="runs by folder, name, or its beginning or end; with --for the file of one plan"
+        ),
     ],
-    to: Annotated[Literal["tensorboard", "wandb"], tyro.conf.arg(help="event files, or an offline run")],
+    to: Annotated[
+        Literal["tensorboard", "wandb"] | None, tyro.conf.arg(help="a tracker: event files, or an offline run")
+    ] = None,
+    framework: Annotated[
+        Literal["verl", "nemo-rl"] | None, tyro.conf.arg(name="for", help="a trainer that shall replay the plan")
+    ] = None,
+    trace: Annotated[
+        Path | None, tyro.conf.arg(help="record of the plan, by default the trace beside it that it was made for")
+    ] = None,
+    native: Annotated[
+        Path | None,
+        tyro.conf.arg(help="trace of the planning pass with scores: resolve the plan to ids, which freezes its picks"),
+    ] = None,
     out: Annotated[Path | None, tyro.conf.arg(help="folder to write into, by default data/runs/exported")] = None,
     runs_dir: RunsDir = None,
 ) -> None:
-    """Write runs for a tracker: every number at its step, the config, the summary. Nothing leaves the machine. Prints a folder a run."""
-    from rar_lib.export import export as write
-    from rar_lib.runs.registry import resolve
+    """Write runs for a tracker (every number at its step, the config, the summary), or a stored replay plan for a trainer (ids, and
+    what of them is forced). Nothing leaves the machine. Prints what was written."""
     from rar_lib.runs.store import RUNS_DIR
 
     folder = runs_dir or RUNS_DIR
-    if not runs:
-        raise ConfigError("export: expected at least one run")
-    for path in write([resolve(name, folder) for name in runs], to, out or folder / "exported"):
-        print(path)
+    if (to is None) == (framework is None):
+        found = "neither" if to is None else f"--to {to} and --for {framework}"
+        raise ConfigError(
+            f"export: expected either --to tensorboard|wandb for runs or --for verl|nemo-rl for a plan, found {found}"
+        )
+    if not sources:
+        raise ConfigError(f"export: expected {'at least one run' if framework is None else 'the file of a plan'}")
+    if framework is None:
+        for name, given in (("trace", trace), ("native", native)):
+            if given is not None:
+                raise ConfigError(f"export: --{name} belongs to a plan (--for), found it with --to {to}")
+        from rar_lib.export import export as write
+        from rar_lib.runs.registry import resolve
+
+        assert to is not None
+        for path in write([resolve(name, folder) for name in sources], to, out or folder / "exported"):
+            print(path)
+        return
+    if len(sources) > 1:
+        raise ConfigError(f"export --for: expected one plan, found {len(sources)}: {', '.join(sources)}")
+    from rar_lib.plan_export import export_plan
+
+    print(export_plan(sources[0], framework, out or folder / "exported", trace, native))
 
 
 def figures(

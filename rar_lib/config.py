@@ -15,12 +15,25 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rar_lib.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text. Imported here, so that configs in JSON need no YAML package.
+
+    Raises:
+        ValueError: if it is not YAML.
+    """
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
 
 
 class _Part(BaseModel):
@@ -119,11 +132,49 @@ class TrainerConfig(_Part):
     engine: Literal["megatron", "hf", "auto"] = "megatron"
     dtype: DType = "float32"
     micro_batch_size: int = Field(64, gt=0, description="sequences a forward")
-    tensor_parallel: int = Field(1, ge=1)
-    pipeline_parallel: int = Field(1, ge=1)
-    expert_parallel: int = Field(1, ge=1)
-    expert_tensor_parallel: int = Field(1, ge=1)
+    processes: int = Field(
+        1, ge=1, description="of the trainer: Megatron's ranks, or FSDP2's where the engine is hf; 1: in this process"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="Megatron: with sequence parallel")
+    pipeline_parallel: int = Field(1, ge=1, description="Megatron: stages of equally many layers, 1F1B")
+    virtual_pipeline: int = Field(1, ge=1, description="Megatron: chunks of layers a stage, interleaved")
+    expert_parallel: int = Field(1, ge=1, description="Megatron: inside the data-parallel ranks")
+    expert_tensor_parallel: int = Field(1, ge=1, description="Megatron: processes that share an expert")
+    dispatcher: Literal["allgather", "alltoall"] = Field(
+        "allgather", description="Megatron: how tokens travel to experts"
+    )
     recompute: bool = Field(False, description="recompute activations in the backward pass")
+    recompute_granularity: Literal["full", "selective"] = Field(
+        "full", description="Megatron: whole layers, or attention cores and MoE layers"
+    )
+
+    @property
+    def data_parallel(self) -> int:
+        """Processes that hold different sequences."""
+        return self.processes // (self.tensor_parallel * self.pipeline_parallel)
+
+    @model_validator(mode="after")
+    def _processes_divide(self) -> TrainerConfig:
+        tensor, pipeline = self.tensor_parallel, self.pipeline_parallel
+        expert = self.expert_parallel * self.expert_tensor_parallel
+        if self.engine == "hf" and (tensor, pipeline, expert, self.virtual_pipeline) != (1, 1, 1, 1):
+            raise ValueError(
+                f"trainer.engine hf shards with FSDP2 over processes alone; found tensor_parallel {tensor}, pipeline_parallel "
+                f"{pipeline}, virtual_pipeline {self.virtual_pipeline}, expert_parallel {self.expert_parallel}, "
+                f"expert_tensor_parallel {self.expert_tensor_parallel}"
+            )
+        if self.processes % (tensor * pipeline):
+            raise ValueError(
+                f"processes {self.processes} must be a multiple of tensor_parallel {tensor} x pipeline_parallel {pipeline}"
+            )
+        if (self.processes // pipeline) % expert:
+            raise ValueError(
+                f"expert_parallel {self.expert_parallel} x expert_tensor_parallel {self.expert_tensor_parallel} must divide the "
+                f"{self.processes // pipeline} processes of a pipeline stage (processes {self.processes} / pipeline_parallel {pipeline})"
+            )
+        if self.virtual_pipeline > 1 and pipeline == 1:
+            raise ValueError(f"virtual_pipeline {self.virtual_pipeline} needs pipeline_parallel above 1")
+        return self
 
 
 class TIS(_Part):
@@ -382,7 +433,11 @@ class JobConfig(_Part):
             key, sign, text = item.partition("=")
             if not sign or not key.strip():
                 raise ConfigError(f"--set {item!r}: expected a.b=value")
-            _put(tree, key.strip(), yaml.safe_load(text))
+            try:
+                value = parse_yaml(text)
+            except ValueError as error:
+                raise ConfigError(f"--set {item!r}: {error}") from None
+            _put(tree, key.strip(), value)
         _adopt_verl_keys(tree)
         try:
             return cls.model_validate(tree)
@@ -398,8 +453,8 @@ class JobConfig(_Part):
         except OSError as error:
             raise ConfigError(f"config file {path}: {error.strerror}") from None
         try:
-            values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        except (ValueError, yaml.YAMLError) as error:
+            values = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
+        except ValueError as error:
             raise ConfigError(f"config file {path}: {error}") from None
         if values is not None and not isinstance(values, dict):
             raise ConfigError(f"config file {path}: expected a mapping, found {type(values).__name__}")
@@ -476,6 +531,13 @@ FLAT_NAMES: dict[str, Any] = {
     "max_new_tokens": _to("rollout.sampling.max_new_tokens"),
     "trainer_dtype": _to("trainer.dtype"),
     "micro_batch_size": _to("trainer.micro_batch_size"),
+    "processes": _to("trainer.processes"),
+    "tensor_parallel": _to("trainer.tensor_parallel"),
+    "pipeline_parallel": _to("trainer.pipeline_parallel"),
+    "expert_parallel": _to("trainer.expert_parallel"),
+    "expert_tensor_parallel": _to("trainer.expert_tensor_parallel"),
+    "dispatcher": _to("trainer.dispatcher"),
+    "recompute": _to("trainer.recompute"),
     "prompts_per_step": _to("algorithm.prompts_per_step"),
     "group_size": _to("algorithm.group_size"),
     "updates_per_batch": _to("algorithm.updates_per_batch"),

@@ -178,11 +178,10 @@ def _loaded(checkpoint: Path, engine: str, dtype: str) -> Iterator[tuple[Any, in
         return
     if engine != "megatron" or dtype != "float32":
         raise EngineError(f"engine: expected hf, or megatron in float32, found {engine!r} in {dtype}")
-    from rar_lib.config import TrainerConfig
     from rar_lib.engines.megatron_cpu import start_parallel_state, without_cuda
     from rar_lib.engines.megatron_model import build_model
 
-    start_parallel_state(1, 1, 1, 1)
+    start_parallel_state()
     with without_cuda():
-        model = build_model(checkpoint, TrainerConfig())
+        model = build_model(checkpoint)
     yield model.eval(), size

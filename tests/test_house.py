@@ -12,9 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "rar_lib"
 HEAVY = {"vllm", "megatron", "transformers"}
 LAYERS = [
-    {"errors", "seeding", "config", "traces", "metrics", "progress"},
+    {"errors", "seeding", "config", "traces", "metrics", "progress", "child"},
     {"replay", "tasks", "checkpoint"},
-    {"engines", "rl", "figures"},
+    {"engines", "rl", "figures", "integrations"},
     {
         "measure",
         "probe",
@@ -34,6 +34,7 @@ LAYERS = [
         "estimate",
         "reproduce",
         "export",
+        "plan_export",
     },
     {"cli", "__main__"},
 ]

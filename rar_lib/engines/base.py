@@ -108,9 +108,28 @@ class TokenBatch:
         """The rows of each update."""
         return torch.arange(len(self)).chunk(self.shares)
 
-    def micro_batches(self, size: int) -> list[torch.Tensor]:
-        """Rows of each micro-batch of at most `size` sequences; none crosses a share."""
-        return [rows for share in self.update_shares() for rows in share.split(size)]
+    def micro_batches(self, size: int, rank: int = 0, ranks: int = 1, multiple: int = 0) -> list[torch.Tensor]:
+        """Rows of each micro-batch of at most `size` sequences; none crosses a share.
+
+        Args:
+            size: sequences of a micro-batch.
+            rank, ranks: which data-parallel rank asks, of how many. Each takes an equal stretch of every share, so that all
+                have the same micro-batches; what is missing is filled up with -1.
+            multiple: for pipelines, all micro-batches have the same size, and their number in a share is a multiple of this.
+        """
+        parts = []
+        for share in self.update_shares():
+            each = -(-len(share) // ranks)
+            mine = share[rank * each :][:each]
+            if multiple:
+                size = min(size, each)
+                each = -(-each // (size * multiple)) * size * multiple
+            parts += torch.cat([mine, mine.new_full((each - len(mine),), -1)]).split(size)
+        return parts
+
+    def scored(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[n, T]` bool, response tokens of these rows; none of a filler, row -1."""
+        return self.response_mask[rows] & (rows >= 0)[:, None]
 
     def select(self, rows: torch.Tensor) -> TokenBatch:
         """Some of the sequences, still padded to T."""

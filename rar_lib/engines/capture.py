@@ -1,9 +1,10 @@
-"""From the routes of micro-batches to one trace of the batch."""
+"""From the routes of micro-batches, on one process or many, to one trace of the batch."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -19,13 +20,48 @@ from rar_lib.replay.scores import SignalRequest
 from rar_lib.traces.trace import RouteTrace, Status
 
 
+@dataclass(frozen=True)
+class Part:
+    """Where in the batch lies what one process saw of one micro-batch.
+
+    Attributes:
+        rows: `[n]` int64, sequences of the batch; -1 is a filler.
+        start: first of T' token positions.
+        columns: positions on the layer axis of the whole model, L' of them.
+    """
+
+    rows: torch.Tensor
+    start: int
+    columns: list[int]
+
+    def put(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        """Write `mine [n, T', L', ...]` to its place in `whole [S, T, L, ...]`; fillers and what lies beyond T are left out."""
+        real = self.rows >= 0
+        width = max(0, min(mine.shape[1], whole.shape[1] - self.start))
+        time = torch.arange(self.start, self.start + width)
+        place = (self.rows[real][:, None, None], time[None, :, None], torch.tensor(self.columns)[None, None, :])
+        whole[place] = mine[real][:, :width].to(whole.dtype)
+
+
+@dataclass(frozen=True)
+class RoutePart(Part):
+    """Routes of one micro-batch on one process.
+
+    Attributes:
+        ids: `[n, T', L', K]` int64.
+        beside: margins `[n, T', L']` and scores `[n, T', L', E]`, as they were asked for.
+    """
+
+    ids: torch.Tensor
+    beside: dict[str, torch.Tensor]
+
+
 class RouteCollector:
-    """Puts what a Recording saw of each micro-batch into its rows."""
+    """Keeps what a Recording saw of each micro-batch, with its place in the batch."""
 
     def __init__(self, record: Recording) -> None:
         self.record = record
-        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._beside: list[dict[str, torch.Tensor]] = []
+        self.parts: list[RoutePart] = []
 
     def scores(self, rows: torch.Tensor, width: int) -> torch.Tensor:
         """What the routers ranked in the last forward, which held these rows: `[n, T, L, E]`; it is forgotten."""
@@ -34,21 +70,44 @@ class RouteCollector:
 
     def take(self, rows: torch.Tensor) -> None:
         """The forwards since the last take held these rows of the batch."""
-        self._parts.append((rows, self.record.take(len(rows)).cpu()))
-        self._beside.append({name: values.cpu() for name, values in self.record.last.items()})
+        ids = self.record.take(len(rows)).cpu()
+        beside = {name: values.cpu() for name, values in self.record.last.items()}
+        which, _ = self.record.part
+        self.parts.append(RoutePart(rows, which * ids.shape[1], self.record.columns, ids, beside))
 
-    def trace(self, batch: TokenBatch, source: Literal["old", "new"], producer: str, model_id: str) -> RouteTrace:
-        """The trace of the whole batch; the last token of a sequence is `LAST`, since nothing is predicted from it."""
-        first = self._parts[0][1]
-        ids = torch.full((len(batch), batch.tokens.shape[1], *first.shape[2:]), -1)
-        for rows, part in self._parts:
-            ids[rows] = part[:, : ids.shape[1]]
+    def trace(
+        self,
+        batch: TokenBatch,
+        source: Literal["old", "new"],
+        producer: str,
+        model_id: str,
+        parts: Sequence[RoutePart] | None = None,
+    ) -> RouteTrace:
+        """The trace of the whole batch; the last token of a sequence is `LAST`, since nothing is predicted from it.
+
+        Args:
+            batch: the tokens.
+            source, producer, model_id: for the header.
+            parts: of all processes; by default this one has seen everything.
+
+        Raises:
+            ReplayError: if a token is left without routes in some layer.
+        """
+        parts, layers = self.parts if parts is None else parts, self.record.header.moe_layers
+        ids = torch.full((*batch.tokens.shape, len(layers), self.record.header.top_k), -1)
+        for part in parts:
+            part.put(ids, part.ids)
         inside = batch.token_mask
+        if (ids[inside] < 0).any():
+            row, position, layer = (inside[..., None] & (ids < 0).any(-1)).nonzero()[0].tolist()
+            raise ReplayError(
+                f"sequence {row}, token {position}: no process recorded its routes in layer {layers[layer]}"
+            )
         optional = {}
-        for name, seen in self._beside[0].items():
+        for name, seen in parts[0].beside.items():
             values = torch.zeros(*ids.shape[:3], *seen.shape[3:])
-            for (rows, _), beside in zip(self._parts, self._beside, strict=True):
-                values[rows] = beside[name][:, : ids.shape[1]].float()
+            for part in parts:
+                part.put(values, part.beside[name])
             optional[name] = values[inside].numpy()
         position = torch.arange(ids.shape[1])[None, :]
         status = torch.where(position == batch.lengths[:, None] - 1, Status.LAST.value, Status.RECORDED.value)

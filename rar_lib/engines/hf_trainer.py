@@ -39,14 +39,6 @@ class HFTrainer:
     name = "hf"
 
     def __init__(self, path: Path, config: TrainerConfig, algorithm: AlgorithmConfig) -> None:
-        sizes = (
-            config.tensor_parallel,
-            config.pipeline_parallel,
-            config.expert_parallel,
-            config.expert_tensor_parallel,
-        )
-        if sizes != (1, 1, 1, 1):
-            raise EngineError(f"trainer.engine hf runs in one process; found parallel sizes (TP, PP, EP, ETP) {sizes}")
         self.config, self.algorithm, self.model_id = config, algorithm, path.name
         self.model: Any = load_model(path)
         if config.recompute:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from rar_lib.config import TrainerConfig
 from rar_lib.errors import EngineError
 
 
@@ -48,7 +49,11 @@ def without_cuda() -> Iterator[None]:
         yield
         return
     random = import_megatron().tensor_parallel.random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
     stand_ins: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.cuda, "Stream", _NoStream),  # asked for by a dispatcher that then has no use for it
+        (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _splits_as_lists),
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda *_: None),
         (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
@@ -63,6 +68,19 @@ def without_cuda() -> Iterator[None]:
     finally:
         for (owner, name, _), function in zip(stand_ins, before, strict=True):
             setattr(owner, name, function)
+
+
+class _NoStream:
+    """Stands in for torch.cuda.Stream, a class, since annotations name it while modules are imported."""
+
+
+def _splits_as_lists(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """In place of copies from a device on a side stream: what the collectives take, split sizes in lists."""
+    if point == "before_ep_alltoall":
+        for name in ("input_splits", "output_splits"):
+            value = getattr(dispatcher, name)
+            setattr(dispatcher, name, value.tolist() if isinstance(value, torch.Tensor) else value)
+    return tokens_per_expert
 
 
 @contextlib.contextmanager
@@ -98,36 +116,44 @@ def import_megatron() -> Any:
     return megatron.core
 
 
-def start_parallel_state(tensor: int, pipeline: int, expert: int, expert_tensor: int) -> None:
-    """Bring up torch.distributed (gloo on a CPU, NCCL on GPUs) and Megatron's process groups for these sizes.
+def start_parallel_state(config: TrainerConfig | None = None) -> None:
+    """Bring up torch.distributed (gloo on a CPU, NCCL on GPUs) and Megatron's process groups for a layout, by default of one process.
 
     A group of one process is made in memory, without a port. Groups that exist with the same sizes are kept.
+
+    Raises:
+        EngineError: if torch.distributed has another number of processes than the layout.
     """
+    config = TrainerConfig() if config is None else config
     core = import_megatron()
     state = core.parallel_state
     if not torch.distributed.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if "RANK" in os.environ:
-            torch.distributed.init_process_group(backend)
-        else:
-            torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    sizes = (tensor, pipeline, expert, expert_tensor)
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    world = torch.distributed.get_world_size()
+    if world != config.processes:
+        raise EngineError(f"trainer.processes: expected {config.processes}, found a process group of {world}")
+    sizes = (
+        config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, config.expert_tensor_parallel, config.virtual_pipeline,
+    )  # fmt: skip
     if state.model_parallel_is_initialized():
         present = (
             state.get_tensor_model_parallel_world_size(),
             state.get_pipeline_model_parallel_world_size(),
             state.get_expert_model_parallel_world_size(),
             state.get_expert_tensor_parallel_world_size(),
+            state.get_virtual_pipeline_model_parallel_world_size() or 1,
         )
         if present == sizes:
             return
         state.destroy_model_parallel()
     with without_cuda():
         state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor,
-            pipeline_model_parallel_size=pipeline,
-            expert_model_parallel_size=expert,
-            expert_tensor_parallel_size=expert_tensor,
+            tensor_model_parallel_size=config.tensor_parallel,
+            pipeline_model_parallel_size=config.pipeline_parallel,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+            expert_model_parallel_size=config.expert_parallel,
+            expert_tensor_parallel_size=config.expert_tensor_parallel,
         )
         core.tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=not torch.cuda.is_available())
 

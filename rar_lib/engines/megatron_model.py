@@ -1,14 +1,13 @@
-"""A Megatron-Core GPTModel for a Hugging Face MoE: its config, layer spec and the weight map, both ways.
+"""A Megatron-Core GPTModel for a Hugging Face MoE, on the process groups of a layout: its config and layer spec.
 
-The layer spec is Megatron's local one, with the routers of megatron_router.py: their replay object is this library's
+The layer spec is Megatron's local one, on GPUs that of Transformer Engine where it is installed (not run on a GPU), with the routers of megatron_router.py: their replay object is this library's
 SelectionPoint, one a router, instead of Megatron's RouterReplay, whose process-global list mixes models and whose
 backward queue leaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ import torch
 
 from rar_lib.checkpoint import load_model_config
 from rar_lib.config import TrainerConfig
-from rar_lib.engines.base import NamedTensors
 from rar_lib.engines.megatron_cpu import import_megatron
 from rar_lib.engines.megatron_router import point_router
+from rar_lib.engines.megatron_weights import Place, global_names, load_weights, map_name
 from rar_lib.errors import EngineError
 
 SUPPORTED = ("qwen3_moe",)
@@ -57,13 +56,16 @@ def transformer_config(hf: Any, trainer: TrainerConfig) -> Any:
         raise EngineError(
             f"trainer.engine megatron: expected plain rotary embeddings and silu, found {rope} and {hf.hidden_act!r}"
         )
+    require_layout(hf, trainer)
     low = trainer.dtype == "bfloat16"
     dtype = torch.bfloat16 if low else torch.float32
-    recompute = (
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if trainer.recompute
-        else {}
-    )
+    recompute: dict[str, Any] = {}
+    if trainer.recompute:
+        recompute = {"recompute_granularity": trainer.recompute_granularity} | (
+            {"recompute_method": "uniform", "recompute_num_layers": 1}
+            if trainer.recompute_granularity == "full"
+            else {"recompute_modules": ["core_attn", "moe"]}
+        )
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -77,7 +79,7 @@ def transformer_config(hf: Any, trainer: TrainerConfig) -> Any:
         moe_router_pre_softmax=not hf.norm_topk_prob,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
-        moe_token_dispatcher_type="allgather",
+        moe_token_dispatcher_type=trainer.dispatcher,
         moe_grouped_gemm=False,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
@@ -93,6 +95,8 @@ def transformer_config(hf: Any, trainer: TrainerConfig) -> Any:
         bf16=low,
         pipeline_dtype=dtype,
         batch_p2p_sync=False,
+        # In one batch with two stages, activations and gradients for the same peer would be matched by their order alone.
+        batch_p2p_comm=trainer.virtual_pipeline == 1,
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight is loaded, and a forgotten one is an error
         calculate_per_token_loss=True,
@@ -106,6 +110,7 @@ def transformer_config(hf: Any, trainer: TrainerConfig) -> Any:
         moe_router_fusion=False,
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=trainer.virtual_pipeline if trainer.virtual_pipeline > 1 else None,
         expert_model_parallel_size=trainer.expert_parallel,
         expert_tensor_parallel_size=trainer.expert_tensor_parallel,
         sequence_parallel=trainer.tensor_parallel > 1,
@@ -113,132 +118,148 @@ def transformer_config(hf: Any, trainer: TrainerConfig) -> Any:
     )
 
 
-def build_model(path: Path, trainer: TrainerConfig) -> Any:
-    """A GPTModel on the present process groups with the weights of a checkpoint folder. Call inside `without_cuda()`."""
-    import_megatron()
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+def require_layout(hf: Any, trainer: TrainerConfig) -> None:
+    """Refuse a layout that does not divide the model, or that is known to compute something else.
 
-    hf = load_model_config(path)
-    config = transformer_config(hf, trainer)
+    Args:
+        hf: Transformers config.
+        trainer: sizes.
 
+    Raises:
+        EngineError: one line a fault: what must divide what, and both numbers.
+    """
+    tensor, pipeline, virtual = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.virtual_pipeline
+    faults = [
+        f"{name} {size} must divide {what}, found {number}"
+        for name, size, what, number in (
+            ("tensor_parallel", tensor, "num_attention_heads", hf.num_attention_heads),
+            ("tensor_parallel", tensor, "num_key_value_heads", hf.num_key_value_heads),
+            ("tensor_parallel", tensor, "vocab_size", hf.vocab_size),
+            ("pipeline_parallel x virtual_pipeline", pipeline * virtual, "num_hidden_layers", hf.num_hidden_layers),
+            ("expert_parallel", trainer.expert_parallel, "num_experts", hf.num_experts),
+            (
+                "expert_tensor_parallel",
+                trainer.expert_tensor_parallel,
+                "moe_intermediate_size",
+                hf.moe_intermediate_size,
+            ),
+        )
+        if number % size
+    ]
+    if (
+        trainer.dispatcher == "alltoall"
+        and trainer.expert_parallel > 1
+        and trainer.expert_tensor_parallel > 1
+        and not torch.cuda.is_available()
+    ):
+        faults.append(
+            f"dispatcher alltoall with expert_parallel {trainer.expert_parallel} and expert_tensor_parallel "
+            f"{trainer.expert_tensor_parallel} needs collectives of unequal sizes that gloo does not have; use allgather"
+        )
+    if faults:
+        raise EngineError("trainer: " + "\ntrainer: ".join(faults))
+
+
+@functools.cache
+def _norm() -> type:
+    """Torch's RMSNorm, whose weight Megatron sums over tensor-parallel ranks where these hold different tokens."""
+
+    class Norm(torch.nn.RMSNorm):
+        def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+            super().__init__(hidden_size, eps=eps)
+            self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    return Norm
+
+
+def _layer_spec(config: Any) -> tuple[Any, Any]:
+    """(spec of a layer, class of the final norm)."""
+    from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_layer_local_spec
+
+    if torch.cuda.is_available() and HAVE_TE:
+        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True
+        )
+        spec.submodules.mlp.submodules.router = point_router()
+        return spec, TENorm
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
-    spec.submodules.mlp.submodules.router = point_router()
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=hf.vocab_size,
-        max_sequence_length=hf.max_position_embeddings,
-        position_embedding_type="rope",
-        rotary_base=hf.rope_parameters["rope_theta"],
-        share_embeddings_and_output_weights=False,
-    )
-    load_hf_weights(model, _checkpoint_tensors(path))
-    return model
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = attention.q_layernorm = attention.k_layernorm = _norm()
+    layer.mlp.submodules.router = point_router()
+    return spec, _norm()
 
 
-def _checkpoint_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import safe_open
-
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                yield name, tensors.get_tensor(name)
-
-
-# ---------------------------------------------------------------- weight map
-
-PLAIN = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
-PLAIN_IN_LAYER = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.router.weight": "mlp.gate.weight",
-}
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """A Megatron parameter and the Hugging Face tensors that it holds, in the order in which they are joined."""
-
-    names: tuple[str, ...]
-    kind: str  # "plain", "qkv" or "gate_up"
-
-
-def map_name(name: str) -> Mapped:
-    """The Hugging Face tensors behind a Megatron parameter (layers numbered from the start of the model).
+def build_chunks(path: Path, trainer: TrainerConfig) -> list[Any]:
+    """The GPTModels of this process (one a virtual pipeline stage) with the weights of a checkpoint. Call inside `without_cuda()`.
 
     Raises:
-        EngineError: for a parameter that the map does not know.
+        EngineError: for a model or layout that is not supported, or a checkpoint with tensors that no parameter takes.
     """
-    if name in PLAIN:
-        return Mapped((PLAIN[name],), "plain")
-    head, _, rest = name.removeprefix("decoder.layers.").partition(".")
-    base = f"model.layers.{head}"
-    if rest in PLAIN_IN_LAYER:
-        return Mapped((f"{base}.{PLAIN_IN_LAYER[rest]}",), "plain")
-    if rest == "self_attention.linear_qkv.weight":
-        return Mapped(tuple(f"{base}.self_attn.{p}_proj.weight" for p in "qkv"), "qkv")
-    expert, _, part = rest.removeprefix("mlp.experts.local_experts.").partition(".")
-    if part == "linear_fc1.weight":
-        return Mapped(tuple(f"{base}.mlp.experts.{expert}.{p}_proj.weight" for p in ("gate", "up")), "gate_up")
-    if part == "linear_fc2.weight":
-        return Mapped((f"{base}.mlp.experts.{expert}.down_proj.weight",), "plain")
-    raise EngineError(f"Megatron parameter {name!r}: no Hugging Face counterpart is known")
+    core = import_megatron()
+    state = core.parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    hf = load_model_config(path)
+    config = transformer_config(hf, trainer)
+    spec, final_norm = _layer_spec(config)
+    chunks = []
+    for number in range(trainer.virtual_pipeline):
+        stage = number if trainer.virtual_pipeline > 1 else None
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=[spec] * get_num_layers_to_build(config, stage), layer_norm=final_norm
+            ),
+            vocab_size=hf.vocab_size,
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            parallel_output=False,
+            position_embedding_type="rope",
+            rotary_base=hf.rope_parameters["rope_theta"],
+            share_embeddings_and_output_weights=False,
+            vp_stage=stage,
+        )
+        for name, parameter in global_names([chunk], Place.here()):
+            dim = map_name(name).dim
+            if (
+                dim is not None
+            ):  # Megatron says so while it initialises; the gradient norm counts what is not cut once a group
+                core.tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+            if ".local_experts." in name and trainer.expert_tensor_parallel != trainer.tensor_parallel:
+                parameter.allreduce = False  # type: ignore[attr-defined]  # with EP = 1 Megatron would sum their gradients over the wrong group
+        chunks.append(chunk)
+    tensors = _CheckpointTensors(path)
+    used = load_weights(chunks, tensors.read)
+    if trainer.processes == 1 and (left := tensors.names() - used):
+        raise EngineError(f"tensors that the Megatron model does not hold: {sorted(left)[:5]}")
+    return chunks
 
 
-def join(tensors: list[torch.Tensor], kind: str, config: Any) -> torch.Tensor:
-    """Hugging Face tensors to one Megatron parameter; qkv is interleaved by KV group: [its query heads; k; v]."""
-    if kind == "qkv":
-        groups, width = config.num_query_groups, tensors[0].shape[-1]
-        parts = [t.reshape(groups, -1, width) for t in tensors]
-        return torch.cat(parts, 1).reshape(-1, width)
-    return tensors[0] if kind == "plain" else torch.cat(tensors)
+def build_model(path: Path) -> Any:
+    """The GPTModel of a checkpoint in one process. Call inside `without_cuda()`."""
+    return build_chunks(path, TrainerConfig())[0]
 
 
-def split(tensor: torch.Tensor, kind: str, config: Any) -> list[torch.Tensor]:
-    """The inverse of `join`."""
-    if kind == "qkv":
-        groups, size, width = config.num_query_groups, config.kv_channels, tensor.shape[-1]
-        per_group = config.num_attention_heads // groups
-        parts = tensor.reshape(groups, -1, width).split([per_group * size, size, size], 1)
-        return [p.reshape(-1, width) for p in parts]
-    return [tensor] if kind == "plain" else list(tensor.chunk(2))
+class _CheckpointTensors:
+    """Tensors of a checkpoint folder by name, read when they are asked for."""
 
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
 
-def load_hf_weights(model: Any, weights: NamedTensors) -> None:
-    """Put Hugging Face named weights into a Megatron model, in place.
+        self._files: dict[str, Any] = {}
+        for file in sorted(path.glob("*.safetensors")):
+            opened = safe_open(file, framework="pt")
+            self._files |= dict.fromkeys(opened.keys(), opened)
 
-    Raises:
-        EngineError: if a tensor is missing, left over, or of another shape.
-    """
-    given = dict(weights)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            mapped = map_name(name)
-            missing = [n for n in mapped.names if n not in given]
-            if missing:
-                raise EngineError(f"Megatron parameter {name}: expected the tensors {missing}, not found")
-            value = join([given.pop(n) for n in mapped.names], mapped.kind, model.config)
-            if value.shape != parameter.shape:
-                raise EngineError(
-                    f"Megatron parameter {name}: expected shape {tuple(parameter.shape)}, found {tuple(value.shape)}"
-                )
-            parameter.copy_(value)
-    if given:
-        raise EngineError(f"tensors that the Megatron model does not hold: {sorted(given)[:5]}")
+    def names(self) -> set[str]:
+        return set(self._files)
 
-
-def hf_weights(named_parameters: NamedTensors, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Megatron parameters as Hugging Face tensors."""
-    for name, parameter in named_parameters:
-        mapped = map_name(name)
-        yield from zip(mapped.names, split(parameter.detach(), mapped.kind, config), strict=True)
+    def read(self, name: str) -> torch.Tensor | None:
+        return self._files[name].get_tensor(name) if name in self._files else None

@@ -37,6 +37,10 @@ def refuse_unreplayable(config: Any) -> None:
         "moe_expert_capacity_factor": (config.moe_expert_capacity_factor, "tokens are dropped after the choice"),
         "moe_input_jitter_eps": (config.moe_input_jitter_eps, "the router's input is noise that no record holds"),
         "moe_router_force_load_balancing": (config.moe_router_force_load_balancing, "the choice is random"),
+        "context_parallel_size": (
+            config.context_parallel_size if config.context_parallel_size > 1 else None,
+            "a process then holds two stretches of a sequence, whose rows were not proven to follow their tokens",
+        ),
     }  # fmt: skip
     for name, (value, why) in reasons.items():
         if value:
@@ -80,13 +84,17 @@ def point_router() -> type:
 
         def set_layer_number(self, layer_number: int) -> None:
             super().set_layer_number(layer_number)
+            config = self.config
             self.router_replay = SelectionPoint(
                 layer_number - 1,
-                self.config.num_moe_experts,
+                config.num_moe_experts,
                 self.topk,
                 "sequence",
                 "TopKRouter",
-                self.config.moe_router_num_groups or 1,
+                config.moe_router_num_groups or 1,
+                layers=tuple(range(config.num_layers)),
+                part=torch.distributed.get_rank(self.tp_group) if config.sequence_parallel else 0,
+                parts=config.tensor_model_parallel_size if config.sequence_parallel else 1,
             )
 
     return PointRouter

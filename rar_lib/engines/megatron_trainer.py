@@ -1,8 +1,8 @@
 """The real trainer: Megatron-Core's GPTModel, schedule, DDP and optimizer, with replay at the router.
 
-One process so far. The pass goes through Megatron's own forward-backward schedule and `finalize_model_grads`, batches
-travel as micro-batches and weights under their Hugging Face names, so that a parallel layout is a matter of process
-groups and not of this code's shape. The loss of a micro-batch is a sum and Megatron divides by the tokens of the whole
+One process or many: every process is given the whole batch, takes its sequences, token positions and layers of it, and what
+they saw is gathered at the first, in layer order. The passes are Megatron's own: forward-backward schedule (1F1B under pipeline
+parallel), DDP and `finalize_model_grads`. The loss of a micro-batch is a sum, and Megatron divides by the tokens of the whole
 batch (`calculate_per_token_loss`). Not run on a GPU.
 """
 
@@ -11,75 +11,103 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from rar_lib.config import AlgorithmConfig, TrainerConfig
 from rar_lib.engines.base import Capture, LogprobResult, Objective, Replay, TokenBatch, UpdateResult
-from rar_lib.engines.capture import RouteCollector, open_routes, require_capture, route_counts
+from rar_lib.engines.capture import RouteCollector, RoutePart, open_routes, require_capture, route_counts
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.megatron_cpu import import_megatron, start_parallel_state, without_cuda
 from rar_lib.engines.megatron_experts import MegatronBlock
-from rar_lib.engines.megatron_model import build_model, hf_weights
-from rar_lib.engines.taps import open_taps
-from rar_lib.errors import DivergedError, EngineError
+from rar_lib.engines.megatron_model import build_chunks
+from rar_lib.engines.megatron_state import load_state, save_state
+from rar_lib.engines.megatron_weights import hf_shards, put_together
+from rar_lib.engines.ranks import Ranks
+from rar_lib.engines.taps import SignalPart, Taps, open_taps
+from rar_lib.errors import DivergedError, EngineError, ReplayError
+from rar_lib.replay.counts import PassCounts
 from rar_lib.replay.force import Replaying
 from rar_lib.replay.points import find_points
 from rar_lib.replay.scores import SignalRequest
 
 
+@dataclass
+class _Seen:
+    """What one process saw of a pass. Log-probs, loss and statistics count once for its tensor-parallel peers and stages."""
+
+    rows: list[torch.Tensor]
+    logprobs: list[torch.Tensor]
+    loss: float
+    statistics: dict[str, float]
+    counts: PassCounts
+    routes: list[RoutePart]
+    signals: list[SignalPart]
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """What is open on one chunk of layers during a pass."""
+
+    forced: Replaying | None
+    collector: RouteCollector | None
+    taps: Taps | None
+
+    def focus(self, rows: torch.Tensor, in_flight: bool) -> None:
+        """The next forward of the chunk holds these rows of the batch."""
+        if self.forced is not None:
+            self.forced.focus(rows, in_flight)
+        elif self.collector is not None:
+            self.collector.record.begin(in_flight)
+
+    def scores(self, rows: torch.Tensor, width: int) -> torch.Tensor | None:
+        """What the routers ranked in the last forward, if that is kept."""
+        return None if self.collector is None else self.collector.scores(rows, width)
+
+
 class MegatronTrainer:
-    """See `Trainer` in base.py.
+    """See `Trainer` in base.py. On several processes all call the same method, and the first returns the result.
 
     Args:
         path: checkpoint folder of a supported family.
-        config: dtype, micro-batch size, recompute, parallel sizes.
+        config: dtype, micro-batch size, recompute, processes and parallel sizes.
         algorithm: learning rate, weight decay, gradient clipping.
 
     Raises:
-        EngineError: if Megatron-Core is missing, the family is not supported, or more than one process is asked for.
+        EngineError: if Megatron-Core is missing, the family or layout is not supported, or torch.distributed has another
+            number of processes.
     """
 
     name = "megatron"
 
     def __init__(self, path: Path, config: TrainerConfig, algorithm: AlgorithmConfig) -> None:
-        sizes = (
-            config.tensor_parallel,
-            config.pipeline_parallel,
-            config.expert_parallel,
-            config.expert_tensor_parallel,
-        )
-        if sizes != (1, 1, 1, 1):
-            raise EngineError(
-                f"trainer: parallel sizes (TP, PP, EP, ETP) {sizes} need several processes; this trainer runs in one"
-            )
-        import_megatron()
-        start_parallel_state(*sizes)
+        state = import_megatron().parallel_state
+        start_parallel_state(config)
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        self.config, self.algorithm, self.model_id = config, algorithm, path.name
+        self.config, self.algorithm, self.model_id, self.ranks = config, algorithm, path.name, Ranks()
+        self._last_stage = state.is_pipeline_last_stage(ignore_virtual=True)
+        self._speaks = self._last_stage and state.get_tensor_model_parallel_rank() == 0
+        self._data = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
         with without_cuda():
-            self.model: Any = build_model(path, config)
+            self.chunks = build_chunks(path, config)
             if algorithm.freeze_router:
-                for layer in self.model.decoder.layers:
+                for layer in self._layers():
                     layer.mlp.router.requires_grad_(False)
-            chunk = self.model
-            if config.dtype == "bfloat16":
-                from megatron.core.transformer.module import Float16Module
-
-                chunk = Float16Module(self.model.config, self.model)
-            self.ddp: Any = DistributedDataParallel(
-                self.model.config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
-                ),
-                chunk,
-            )
+            self.ddp: list[Any] = [
+                DistributedDataParallel(
+                    chunk.config,
+                    DistributedDataParallelConfig(
+                        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
+                    ),
+                    _low_precision(chunk) if config.dtype == "bfloat16" else chunk,
+                )
+                for chunk in self.chunks
+            ]
             self.optimizer: Any = get_megatron_optimizer(
                 OptimizerConfig(
                     optimizer="adam",
@@ -90,47 +118,84 @@ class MegatronTrainer:
                     adam_eps=1e-8,
                     clip_grad=algorithm.max_grad_norm,
                     bf16=config.dtype == "bfloat16",
-                    params_dtype=self.model.config.params_dtype,
+                    params_dtype=self.chunks[0].config.params_dtype,
                     use_distributed_optimizer=False,
                 ),
-                [self.ddp],
+                self.ddp,
                 config_overrides={},  # weight decay on every parameter, as the hf trainer does
             )
-        self.model.config.grad_scale_func = None
-        self._points = find_points(self.model).points
-        self._blocks = [MegatronBlock(layer.mlp) for layer in self.model.decoder.layers]
+        for chunk in self.chunks:
+            chunk.config.grad_scale_func = None
+        self.model: Any = self.chunks[0]
+
+    def _layers(self) -> Iterator[Any]:
+        for chunk in self.chunks:
+            yield from chunk.decoder.layers
 
     # ---------------------------------------------------------------- passes
 
     def _run(
-        self, batch: TokenBatch, micro_batch_size: int, focus: Any, after: Any, *, forward_only: bool
-    ) -> list[Any]:
-        """Megatron's schedule over the micro-batches: `focus(rows)` before each forward, `after(rows, logits)` gives what its loss
-        function returns."""
+        self,
+        batch: TokenBatch,
+        micro_batch_size: int,
+        watches: list[_Watch],
+        seen: Callable[[_Watch, torch.Tensor], None],
+        after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        *,
+        forward_only: bool,
+    ) -> None:
+        """Megatron's schedule over the micro-batches of this process: `seen(watch, rows)` after each forward of a chunk, and on the last stage
+        `after(rows, logits)`, which gives the loss."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        parts = batch.micro_batches(micro_batch_size)
+        pipeline, tensor = self.config.pipeline_parallel, self.config.tensor_parallel
+        multiple = 0 if pipeline == 1 else pipeline if self.config.virtual_pipeline > 1 else 1
+        parts = batch.micro_batches(micro_batch_size, *self._data, multiple)
+        width = -(-batch.tokens.shape[1] // tensor) * tensor  # sequence parallel cuts it into equal parts
+        tokens = torch.nn.functional.pad(batch.tokens, (0, width - batch.tokens.shape[1]))
+        hidden = torch.ones(1, 1, width, width, dtype=torch.bool).triu(1)
         _mend_loss_scale()
 
         def forward_step(iterator: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
             rows = next(iterator)
-            focus(rows)
-            tokens = batch.tokens[rows]
-            length = tokens.shape[1]
-            positions = torch.arange(length)[None, :].expand_as(tokens)
-            hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-            logits = model(input_ids=tokens, position_ids=positions, attention_mask=hidden)
-            return logits, lambda output: after(rows, output)
+            watch = watches[next(i for i, chunk in enumerate(self.ddp) if chunk is model)]
+            watch.focus(rows, pipeline > 1)
+            positions = torch.arange(width)[None, :].expand(len(rows), width)
+            logits = model(input_ids=tokens[rows], position_ids=positions, attention_mask=hidden)
+            seen(watch, rows)
 
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(parts),
-            model=self.ddp,
-            num_microbatches=len(parts),
-            seq_length=batch.tokens.shape[1],
-            micro_batch_size=micro_batch_size,
-            forward_only=forward_only,
-        )
+            def loss(output: torch.Tensor) -> Any:
+                return after(rows, output[:, : batch.tokens.shape[1]]), batch.scored(rows).sum().int(), {}
+
+            return logits, loss
+
+        with without_cuda():
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(parts) for _ in self.ddp] if len(self.ddp) > 1 else iter(parts),
+                model=self.ddp if len(self.ddp) > 1 else self.ddp[0],
+                num_microbatches=len(parts),
+                seq_length=width,
+                micro_batch_size=len(parts[0]),
+                forward_only=forward_only,
+            )
+
+    def _result(self, batch: TokenBatch, mine: _Seen) -> tuple[torch.Tensor, _Seen]:
+        """Log-probs `[S, T]` and sums over all processes at the first; at the others those of their own."""
+        if not self._speaks:
+            mine = replace(mine, rows=[], logprobs=[], loss=0.0, statistics={})
+        everyone = self.ranks.gather(mine) or [mine]
+        out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
+        statistics: dict[str, float] = {}
+        for one in everyone:
+            for rows, logp in zip(one.rows, one.logprobs, strict=True):
+                out[rows[rows >= 0]] = logp[rows >= 0]
+            for name, value in one.statistics.items():
+                statistics[name] = statistics.get(name, 0.0) + value
+        return out, _Seen(
+            [], [], sum(one.loss for one in everyone), statistics, sum((one.counts for one in everyone), PassCounts()),
+            [part for one in everyone for part in one.routes], [part for one in everyone for part in one.signals],
+        )  # fmt: skip
 
     def logprobs(
         self,
@@ -143,42 +208,105 @@ class MegatronTrainer:
         signals: SignalRequest | None = None,
         measure: bool = False,
     ) -> LogprobResult:
-        """See `Trainer.logprobs`."""
+        """See `Trainer.logprobs`.
+
+        Raises:
+            EngineError: for signals that need experts which other processes hold.
+        """
         require_capture(signals, capture)
-        out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-        mask = batch.response_mask
+        self._require_experts(signals)
+        mine = _Seen([], [], 0.0, {}, PassCounts(), [], [])
+        staged = signals is not None and self.config.pipeline_parallel > 1  # their gradients cross stages
         with (
             torch.set_grad_enabled(signals is not None),
-            without_cuda(),
-            self._without_recompute(signals is not None),
-            open_routes(self.model, batch, replay, capture, measure) as (forced, collector),
-            open_taps(self.model, self._points, self._blocks, batch, signals, temperature) as taps,
+            self._for_signals(signals is not None),
+            self._watching(batch, replay, capture, measure, signals, temperature) as watches,
         ):
 
-            def after(rows: torch.Tensor, logits: torch.Tensor) -> Any:
-                logp = response_logprobs(logits, batch.tokens[rows], mask[rows], temperature)
-                out[rows] = logp.detach().float()
+            def seen(watch: _Watch, rows: torch.Tensor) -> None:
+                if watch.collector is not None:
+                    watch.collector.take(rows)
+                if staged and watch.taps is not None:
+                    watch.taps.take_later(rows)
+
+            def after(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+                logp = response_logprobs(logits, batch.tokens[rows], batch.scored(rows), temperature)
+                mine.rows.append(rows)
+                mine.logprobs.append(logp.detach().float())
+                taps = watches[-1].taps
+                if staged and taps is not None:
+                    return taps.likelihood(rows, logits, logp)
                 if taps is not None:
                     taps.take(rows, logits, logp)
-                if collector is not None:
-                    collector.take(rows)
-                return out.new_zeros(()), torch.zeros((), dtype=torch.int), {}
+                return logp.new_zeros(())
 
-            focus = _focus(forced, collector)
-            self._run(batch, micro_batch_size or self.config.micro_batch_size, focus, after, forward_only=True)
-        trace = collector.trace(batch, "old", self.name, self.model_id) if collector is not None else None
-        return LogprobResult(out, trace, route_counts(forced), None if taps is None else taps.signals())
+            size = micro_batch_size or self.config.micro_batch_size
+            self._run(batch, size, watches, seen, after, forward_only=not staged)
+            for watch in watches:
+                mine.counts += route_counts(watch.forced)
+                mine.routes += [] if watch.collector is None else watch.collector.parts
+                mine.signals += [] if watch.taps is None else watch.taps.parts
+        out, whole = self._result(batch, mine)
+        if self.ranks.rank > 0:
+            return LogprobResult(out, None, whole.counts)
+        collector, taps = watches[0].collector, watches[0].taps
+        trace = None if collector is None else collector.trace(batch, "old", self.name, self.model_id, whole.routes)
+        return LogprobResult(out, trace, whole.counts, None if taps is None else taps.signals(whole.signals))
 
     @contextlib.contextmanager
-    def _without_recompute(self, needed: bool) -> Iterator[None]:
-        """Megatron recomputes in a backward of its own, where no outer graph reaches the routers; numbers are the same."""
-        before = self.model.config.recompute_granularity
-        if needed:
-            self.model.config.recompute_granularity = None
+    def _watching(
+        self,
+        batch: TokenBatch,
+        replay: Replay | None,
+        capture: Capture,
+        measure: bool,
+        signals: SignalRequest | None,
+        temperature: float,
+    ) -> Iterator[list[_Watch]]:
+        """Replay, recording and taps of each chunk of layers, as asked for."""
+        with contextlib.ExitStack() as stack:
+            watches = []
+            for chunk in self.chunks:
+                forced, collector = stack.enter_context(open_routes(chunk, batch, replay, capture, measure))
+                blocks = [MegatronBlock(layer.mlp) for layer in chunk.decoder.layers]
+                taps = stack.enter_context(
+                    open_taps(chunk, find_points(chunk).points, blocks, batch, signals, temperature)
+                )
+                watches.append(_Watch(forced, collector, taps))
+            yield watches
+
+    def _require_experts(self, signals: SignalRequest | None) -> None:
+        """Estimators that compute experts again need all of them, whole, in the process."""
+        config, inside = self.config, {"swap", "param", "param_exact"}
+        wanted = sorted(inside & set(signals.estimators)) if signals is not None else []
+        sizes = (config.tensor_parallel, config.expert_parallel, config.expert_tensor_parallel)
+        if wanted and sizes != (1, 1, 1):
+            raise EngineError(
+                f"score estimator {', '.join(wanted)} computes experts again and needs them whole in one process; found tensor_parallel "
+                f"{sizes[0]}, expert_parallel {sizes[1]}, expert_tensor_parallel {sizes[2]}; estimator gate works on every layout"
+            )
+
+    @contextlib.contextmanager
+    def _for_signals(self, needed: bool) -> Iterator[None]:
+        """Without recompute, whose backward of its own no outer graph reaches (numbers are the same), and, where Megatron's backward runs,
+        without what would make a step of it."""
+        if not needed:
+            yield
+            return
+        config = self.chunks[0].config  # one for all chunks
+        owners: list[tuple[Any, str]] = [(config, "recompute_granularity"), (config, "finalize_model_grads_func")]
+        for layer in self._layers():
+            owners += [(layer.mlp, "moe_layer_recompute"), (layer.self_attention, "checkpoint_core_attention")]
+        before = [(owner, name, getattr(owner, name)) for owner, name in owners]
+        for owner, name, value in before:
+            setattr(owner, name, False if isinstance(value, bool) else None)
         try:
             yield
         finally:
-            self.model.config.recompute_granularity = before
+            for owner, name, value in before:
+                setattr(owner, name, value)
+            for ddp in self.ddp:
+                ddp.zero_grad_buffer()
 
     def gradients(
         self,
@@ -190,38 +318,55 @@ class MegatronTrainer:
         measure: bool = False,
         routers: bool = False,
     ) -> UpdateResult:
-        """The gradient of the token mean, left in the parameters (`main_grad`); grad_norm is NaN. See `update`."""
-        mask = batch.response_mask
-        out = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-        statistics: dict[str, float] = {}
-        total = 0.0
+        """The gradient of the token mean, left in the parameters (`main_grad`); grad_norm is NaN. See `update`.
 
-        def after(rows: torch.Tensor, logits: torch.Tensor) -> Any:
-            nonlocal total
-            logp = response_logprobs(logits, batch.tokens[rows], mask[rows], temperature)
-            scores = None if collector is None else collector.scores(rows, logp.shape[1])
+        Raises:
+            EngineError: for an objective that looks at routers whose layers or tokens other processes hold.
+            ReplayError: if a route that was kept for recompute was not asked for.
+        """
+        split = (self.config.tensor_parallel, self.config.pipeline_parallel)
+        if routers and split != (1, 1):
+            raise EngineError(
+                "the objective looks at the router scores of all layers and tokens (correction rspo), which tensor_parallel "
+                f"{split[0]} and pipeline_parallel {split[1]} spread over processes; use data or expert parallel"
+            )
+        mine = _Seen([], [], 0.0, {}, PassCounts(), [], [])
+
+        def after(rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            logp = response_logprobs(logits, batch.tokens[rows], batch.scored(rows), temperature)
+            scores = watches[-1].scores(rows, logp.shape[1])
+            mine.rows.append(rows)
+            mine.logprobs.append(logp.detach().float())
+            real = rows >= 0
+            if not real.any():
+                return (logp * 0).sum()
+            if not real.all():
+                rows, logp, scores = rows[real], logp[real], None if scores is None else scores[real]
             terms, sums = objective(logp, rows, scores)
-            out[rows] = logp.detach().float()
             for name, value in sums.items():
-                statistics[name] = statistics.get(name, 0.0) + value
-            loss = terms[mask[rows]].sum()
-            total += float(loss.detach())
-            return loss, mask[rows].sum().int(), {}
+                mine.statistics[name] = mine.statistics.get(name, 0.0) + value
+            loss = terms[batch.scored(rows)].sum()
+            mine.loss += float(loss.detach())
+            return loss
 
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddp:
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         capture: Capture = "scores" if routers else False
-        with without_cuda(), open_routes(self.model, batch, replay, capture, measure) as (forced, collector):
-            focus = _focus(forced, collector)
-            self._run(batch, self.config.micro_batch_size, focus, after, forward_only=False)
-        tokens = int(mask.sum())
-        counts = route_counts(forced)  # seen by hooks before Megatron divides by the tokens of the batch
-        counts = replace(
-            counts,
-            forced_gradient=counts.forced_gradient / tokens**2,
-            free_gradient=counts.free_gradient / tokens**2,
+        with self._watching(batch, replay, capture, measure, None, temperature) as watches:
+            self._run(batch, self.config.micro_batch_size, watches, lambda watch, rows: None, after, forward_only=False)
+            for chunk, watch in zip(self.chunks, watches, strict=True):
+                if watch.forced is not None and self.config.recompute and self.config.pipeline_parallel > 1:
+                    _require_empty(find_points(chunk).points)
+                mine.counts += route_counts(watch.forced)
+        out, whole = self._result(batch, mine)
+        tokens = int(batch.response_mask.sum())
+        counts = replace(  # seen by hooks before Megatron divides by the tokens of the batch
+            whole.counts,
+            forced_gradient=whole.counts.forced_gradient / tokens**2,
+            free_gradient=whole.counts.free_gradient / tokens**2,
         )
-        return UpdateResult(total / tokens, float("nan"), out, statistics, counts)
+        return UpdateResult(whole.loss / tokens, float("nan"), out, whole.statistics, counts)
 
     def update(
         self,
@@ -248,52 +393,35 @@ class MegatronTrainer:
     # ---------------------------------------------------------------- weights and state
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Trainer.weights`."""
-        yield from hf_weights(self.model.named_parameters(), self.model.config)
+        """See `Trainer.weights`; nothing but on the first process."""
+        yield from self.whole(torch.Tensor.detach)
 
-    def _optimizer_tensors(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """(name, main parameter, its AdamW state) of every parameter; the main parameter is fp32, also under bf16."""
-        state = (
-            self.optimizer.chained_optimizers[0] if hasattr(self.optimizer, "chained_optimizers") else self.optimizer
-        )
-        inner = state.optimizer
-        for name, parameter in self.model.named_parameters():
-            main = getattr(parameter, "main_param", parameter)
-            yield name, main, inner.state[main]
+    def whole(self, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Something of every parameter (itself, its gradient) as whole tensors in Hugging Face names, on the first process."""
+        shards = self.ranks.gather(list(hf_shards(self.chunks, value)))
+        if shards is not None:
+            yield from put_together(shard for one in shards for shard in one)
 
     def save(self, folder: Path) -> None:
-        """Weights (fp32 masters under bf16) and AdamW moments as safetensors, under Megatron's parameter names."""
-        tensors = {}
-        for name, main, moments in self._optimizer_tensors():
-            tensors[f"model.{name}"] = main.detach().contiguous()
-            for key, value in moments.items():
-                tensors[f"optimizer.{key}.{name}"] = torch.as_tensor(value).contiguous()
-        save_file(tensors, folder / "trainer.safetensors", metadata={"engine": self.name})
+        """See `Trainer.save`. Every process writes its part; any layout can read it."""
+        save_state(self, folder)
 
     def load(self, folder: Path) -> None:
         """See `Trainer.load`."""
-        tensors = load_file(folder / "trainer.safetensors")
-        with torch.no_grad():
-            parameters = dict(self.model.named_parameters())
-            for name, main, moments in self._optimizer_tensors():
-                main.copy_(tensors[f"model.{name}"])
-                parameters[name].copy_(main)
-                moments.clear()  # a state saved before the first step has none
-                for key in ("step", "exp_avg", "exp_avg_sq"):
-                    if f"optimizer.{key}.{name}" in tensors:
-                        moments[key] = tensors[f"optimizer.{key}.{name}"].clone()
+        load_state(self, folder)
 
 
-def _focus(forced: Replaying | None, collector: RouteCollector | None) -> Callable[[torch.Tensor], None]:
-    """What tells a replay, or else a recording, that the next forward holds these rows of the batch."""
+def _require_empty(points: list[Any]) -> None:
+    """Under recompute every forward of a pipeline is run again in its backward, and takes its routes along."""
+    left = {point.layer: point.awaited for point in points if point.awaited}
+    if left:
+        raise ReplayError(f"routes of forwards that were never recomputed, by layer: {left}; expected none")
 
-    def focus(rows: torch.Tensor) -> None:
-        if forced is not None:
-            forced.focus(rows)
-        elif collector is not None:
-            collector.record.begin()
 
-    return focus
+def _low_precision(chunk: Any) -> Any:
+    from megatron.core.transformer.module import Float16Module
+
+    return Float16Module(chunk.config, chunk)
 
 
 def _mend_loss_scale() -> None:

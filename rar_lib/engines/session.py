@@ -87,6 +87,7 @@ class EngineSession:
 
     def __init__(self) -> None:
         self._vllm: Any = None
+        self._ranks: Any = None
         self._key: tuple[str, str] | None = None
         self._served: Any = None
         self._served_key: tuple[str | None, ...] = ()
@@ -113,7 +114,18 @@ class EngineSession:
         return rollout, trainer
 
     def trainer(self, config: JobConfig, path: Path) -> Trainer:
-        """A fresh trainer at the checkpoint's weights."""
+        """A fresh trainer at the checkpoint's weights, in ranks of its own where the config asks for several processes.
+
+        Ranks serve one trainer at a time: that of the run before is gone.
+        """
+        if config.trainer.processes > 1:
+            from rar_lib.engines.remote_trainer import RankGroup, RemoteTrainer
+
+            if self._ranks is None or not self._ranks.alive or self._ranks.processes != config.trainer.processes:
+                if self._ranks is not None:
+                    self._ranks.close()
+                self._ranks = RankGroup(config.trainer.processes)
+            return RemoteTrainer(self._ranks, path, config.trainer, config.algorithm)
         if config.trainer.engine == "megatron":
             from rar_lib.engines.megatron_trainer import MegatronTrainer
 
@@ -155,6 +167,9 @@ class EngineSession:
     def close(self) -> None:
         """Shut down what this session holds. Trainers that it handed out must not be used afterwards."""
         self._leave_server()
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
         self._close_vllm()
 
     def _close_vllm(self) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from rar_lib.engines.base import TokenBatch
+from rar_lib.engines.capture import Part
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.errors import EngineError
 from rar_lib.replay.budget import hash_text, mix, uniform_from
@@ -62,6 +63,19 @@ class Seen:
     output: torch.Tensor | None = None  # [..., H]
 
 
+@dataclass(frozen=True)
+class SignalPart(Part):
+    """What one process saw of the signals of one micro-batch.
+
+    Attributes:
+        values: by name, `[n, T', L', K]` float32, or `[n, T', L']`.
+        exact: `[n, L', E]` for estimator param_exact.
+    """
+
+    values: dict[str, torch.Tensor]
+    exact: torch.Tensor | None
+
+
 class Block(Protocol):
     """A MoE layer of an engine.
 
@@ -97,8 +111,7 @@ class Taps:
             temperature,
         )
         self.seen = {point.layer: Seen() for point in points}
-        self._parts: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
-        self._exact: list[torch.Tensor] = []
+        self.parts: list[SignalPart] = []
 
     def _select(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if "swap" in self.request.estimators:
@@ -119,38 +132,74 @@ class Taps:
             logits: `[n, T, V]`, a node of the graph.
             logp: `[n, T]`, log-probs of the sampled tokens, 0 outside the responses.
         """
-        likelihood = (logp if self.request.labels == "rollout" else self._resampled(rows, logits)).sum()
+        likelihood = self.likelihood(rows, logits, logp)
+        layers, nodes = self._taken()
+        self._keep(rows, layers, torch.autograd.grad(likelihood, nodes))
+        for point in self.points:
+            point.begin()  # what comes next is another micro-batch
+
+    def take_later(self, rows: torch.Tensor) -> None:
+        """The same on a pipeline stage, where the gradients come when the schedule runs the backward of `likelihood`."""
+        layers, nodes = self._taken()
+        gradients: list[torch.Tensor | None] = [None] * len(nodes)
+
+        def listen(index: int) -> Callable[[torch.Tensor], None]:
+            def arrived(gradient: torch.Tensor) -> None:
+                gradients[index] = gradient.detach()
+                if all(one is not None for one in gradients):
+                    self._keep(rows, layers, gradients)  # type: ignore[arg-type]
+
+            return arrived
+
+        for index, node in enumerate(nodes):
+            node.register_hook(listen(index))
+
+    def likelihood(self, rows: torch.Tensor, logits: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
+        """ℓ of a micro-batch, summed over its sequences, of the sampled tokens or of tokens drawn at the same contexts."""
+        if self.request.labels == "rollout":
+            return logp.sum()
+        uids = [self.batch.uids[i] for i in rows.tolist()]
+        labels = draw_labels(logits.detach(), self.batch.tokens[rows], uids, self.request.seed, self.temperature)
+        return response_logprobs(logits, labels, self.batch.scored(rows), self.temperature).sum()
+
+    def _taken(self) -> tuple[list[Seen], list[torch.Tensor]]:
+        """What each layer showed in the last forward, and the nodes whose gradients are wanted; the next forward gets new ones."""
         layers = [self.seen[point.layer] for point in self.points]
         nodes = [node for seen in layers for node in (seen.logits, seen.gates, seen.output)]
         if any(node is None or not node.requires_grad for node in nodes):
             raise EngineError(
                 "signals for scores: a MoE layer ran without a graph (activation recompute, or no gradient)"
             )
-        gradients = torch.autograd.grad(likelihood, nodes)  # type: ignore[arg-type]
+        taken = [replace(seen) for seen in layers]
+        for seen in layers:
+            seen.logits = seen.gates = seen.output = seen.x = None  # they hold the graph
+        return taken, nodes  # type: ignore[return-value]
+
+    def _keep(self, rows: torch.Tensor, layers: Sequence[Seen], gradients: Sequence[torch.Tensor]) -> None:
+        """The signals of a micro-batch from the gradients of its nodes: logits, gates and output, layer after layer."""
         with torch.no_grad():
             pieces = [
                 self._layer(point, block, seen, gradients[3 * i : 3 * i + 3], rows)
                 for i, (point, block, seen) in enumerate(zip(self.points, self.blocks, layers, strict=True))
             ]
-        exact = [piece.pop("exact") for piece in pieces if "exact" in piece]
-        if exact:
-            self._exact.append(torch.stack(exact, 1))
+        exact = [piece.pop("exact").cpu() for piece in pieces if "exact" in piece]
         stacked = {
             name: torch.stack(
                 [p.unflatten(piece[name], len(rows)) for p, piece in zip(self.points, pieces, strict=True)], 2
-            )
+            ).cpu()
             for name in pieces[0]
         }
-        self._parts.append((rows, {name: values.cpu() for name, values in stacked.items()}))
-        for point, seen in zip(self.points, layers, strict=True):
-            seen.logits = seen.gates = seen.output = seen.x = None  # they hold the graph
-            point.begin()  # what comes next is another micro-batch
-
-    def _resampled(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """ℓ of tokens drawn at the same contexts."""
-        uids = [self.batch.uids[i] for i in rows.tolist()]
-        labels = draw_labels(logits.detach(), self.batch.tokens[rows], uids, self.request.seed, self.temperature)
-        return response_logprobs(logits, labels, self.batch.response_mask[rows], self.temperature)
+        first = self.points[0]
+        layout = first.layers or tuple(point.layer for point in self.points)
+        width = next(iter(stacked.values())).shape[1]
+        self.parts.append(
+            SignalPart(
+                rows, first.part * width, [layout.index(p.layer) for p in self.points], stacked,
+                torch.stack(exact, 1) if exact else None,
+            )
+        )  # fmt: skip
+        for seen in layers:
+            seen.logits = seen.gates = seen.output = seen.x = None
 
     def _layer(
         self,
@@ -225,19 +274,26 @@ class Taps:
         }  # fmt: skip
         return out | ({"exact": exact} if "param_exact" in self.request.estimators else {})
 
-    def signals(self) -> RouteSignals:
-        """Of the whole batch, packed like its trace."""
-        inside = self.batch.token_mask
-        packed = {}
-        for name, example in self._parts[0][1].items():
-            values = torch.zeros(*inside.shape, *example.shape[2:])
-            for rows, part in self._parts:
-                values[rows] = part[name][:, : inside.shape[1]]
+    def signals(self, parts: Sequence[SignalPart] | None = None) -> RouteSignals:
+        """Of the whole batch, packed like its trace.
+
+        Args:
+            parts: of all processes; by default this one has seen everything.
+        """
+        parts, inside, packed = self.parts if parts is None else parts, self.batch.token_mask, {}
+        first = self.points[0]
+        layers = len(first.layers or self.points)
+        for name, example in parts[0].values.items():
+            values = torch.zeros(*inside.shape, layers, *example.shape[3:])
+            for part in parts:
+                part.put(values, part.values[name])
             packed[name] = values[inside].numpy()
-        if self._exact:
-            exact = torch.zeros(len(self.batch), *self._exact[0].shape[1:])
-            for (rows, _), norms in zip(self._parts, self._exact, strict=True):
-                exact[rows] = norms.clamp_min(0)  # a sum of squares; rounding can leave it a hair below
+        if parts[0].exact is not None:
+            exact = torch.zeros(len(self.batch), layers, first.num_experts)
+            for part in parts:
+                assert part.exact is not None
+                real = part.rows >= 0  # sums of squares; rounding can leave one a hair below 0
+                exact[part.rows[real][:, None], torch.tensor(part.columns)] = part.exact[real].clamp_min(0)
             packed["exact"] = exact.numpy()
         name = self.request.labels + ("" if self.temperature == 1 else f", temperature {self.temperature:g}")
         return RouteSignals(labels=name, **packed)

@@ -12,7 +12,6 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 
 def paired_t(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> dict[str, float | int | None]:
@@ -25,6 +24,8 @@ def paired_t(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> dic
     Raises:
         ValueError: if the two have other lengths, or a value is not finite.
     """
+    from scipy import stats
+
     left, right = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if left.shape != right.shape or not (np.isfinite(left).all() and np.isfinite(right).all()):
         raise ValueError(
@@ -66,6 +67,8 @@ def iqm(values: Sequence[float]) -> float | None:
     Raises:
         ValueError: if a value is not finite.
     """
+    from scipy import stats
+
     found = np.asarray(values, np.float64)
     if not np.isfinite(found).all():
         raise ValueError("interquartile mean: expected finite values")

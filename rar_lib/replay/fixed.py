@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from rar_lib.errors import ReplayError
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.replay import binding_share, fidelity, forced_routers, regret
 from rar_lib.replay.budget import as_fraction
@@ -100,20 +101,37 @@ def synthetic_world(
     return World(made, Candidates(made.rollout, names, seed, 0, full, score, signals, flips), price)
 
 
-def execute(plan: ReplayPlan, world: World) -> np.ndarray:
-    """Executed ids `[N, L, K]` under a plan, the scores being what they are."""
-    trace, native = world.made.rollout, world.made.native
+def executed(plan: ReplayPlan, trace: RouteTrace, native: RouteTrace, scores: np.ndarray | None) -> np.ndarray:
+    """Ids that routers execute under a plan where their live scores are these.
+
+    Args:
+        plan: of `trace`.
+        trace: the record.
+        native: the live choice, of the same tokens; cells without a route count as experts 0.
+        scores: `[N, L, E]` live scores; None will do for unit token_layer, whose rows are taken whole.
+
+    Returns:
+        `[N, L, K]` int64: for a cell without a planned unit the native ids, in their order.
+    """
+    if scores is None and plan.unit != "token_layer":
+        raise ReplayError(f"plan of unit {plan.unit}: expected live scores to fill up its sets, found none")
     out = native.experts.astype(np.int64)
     for layer in range(trace.header.num_layers):
         recorded, live = (torch.from_numpy(t.experts[:, layer].astype(np.int64)) for t in (trace, native))
         recorded = torch.where(torch.from_numpy(trace.recorded[:, layer].copy())[:, None], recorded, -1)
-        planned, scores = torch.from_numpy(plan.planned[:, layer]), torch.from_numpy(world.made.scores[:, layer])
+        planned = torch.from_numpy(plan.planned[:, layer])
+        ranked = torch.zeros(0) if scores is None else torch.from_numpy(scores[:, layer])
         if plan.bias is None:
-            used = resolve(recorded, planned, scores, live)
+            used = resolve(recorded, planned, ranked, live)
         else:
-            used = resolve_biased(recorded, planned, scores, live, torch.from_numpy(plan.bias[layer]))
+            used = resolve_biased(recorded, planned, ranked, live, torch.from_numpy(plan.bias[layer]))
         out[:, layer] = used.numpy()
     return out
+
+
+def execute(plan: ReplayPlan, world: World) -> np.ndarray:
+    """Executed ids `[N, L, K]` under a plan, the scores being what they are."""
+    return executed(plan, world.made.rollout, world.made.native, world.made.scores)
 
 
 def plan_row(plan: ReplayPlan, world: World) -> dict[str, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,40 +53,49 @@ class Replaying:
         inside = np.arange(experts.shape[1])[None, :] < trace.lengths[:, None]
         planned = np.zeros((*inside.shape, *plan.planned.shape[1:]), dtype=bool)
         planned[inside] = plan.planned
-        self._planned = torch.from_numpy(planned)
-        self._targets = torch.from_numpy(experts)
+        # One empty sequence more, which row -1 stands for: it fills up micro-batches, and nothing of it is forced.
+        self._planned = _with_filler(torch.from_numpy(planned), False)
+        self._targets = _with_filler(torch.from_numpy(experts), -1)
         self._column = {layer: i for i, layer in enumerate(mine.moe_layers)}
         self._points = points
         self._rows: torch.Tensor = torch.arange(trace.num_sequences)
-        self._lengths = torch.from_numpy(trace.lengths)
-        self._tokens = _padded_tokens(trace)
-        self._gates = _padded_scores(trace, inside) if gates else None
+        self._lengths = _with_filler(torch.from_numpy(trace.lengths), 0)
+        tokens = _padded_tokens(trace)
+        self._tokens = None if tokens is None else _with_filler(tokens, 0)
+        self._gates = _with_filler(_padded_scores(trace, inside), 0) if gates else None
         self._bias = None if plan.bias is None else torch.from_numpy(np.asarray(plan.bias, np.float32))
         self.forced_units = 0
         self.changed_cells = 0
         self._measure = measure
         self._compared = self._differing = self._cells = self._kept = 0
         self._regret: float | None = 0.0
-        self._forced_slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._forced_slots: dict[int, deque[tuple[torch.Tensor, torch.Tensor]]] = {p.layer: deque() for p in points}
         self._gradients: dict[str, torch.Tensor] = {
             kind: torch.zeros((), dtype=torch.float64) for kind in ("forced", "free")
         }
         self._slots = {"forced": 0, "free": 0}
 
-    def focus(self, sequences: Sequence[int] | torch.Tensor) -> None:
-        """The next forward holds these sequences of the trace, in this order.
+    def focus(self, sequences: Sequence[int] | torch.Tensor, in_flight: bool = False) -> None:
+        """The next forward holds these sequences of the trace, in this order; -1 is a filler, which stays native and uncounted.
+
+        Args:
+            sequences: `[n]` integers.
+            in_flight: earlier forwards still wait for their backward, as in a pipeline.
 
         Raises:
             ReplayError: for a sequence that the trace does not have.
         """
-        rows, known = torch.as_tensor(sequences, dtype=torch.int64), len(self._targets)
-        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < known:
+        rows, known = torch.as_tensor(sequences, dtype=torch.int64), len(self._targets) - 1
+        if rows.numel() and not -1 <= int(rows.min()) <= int(rows.max()) < known:
             raise ReplayError(
                 f"the trace has {known} sequences; asked to focus on {int(rows.min())} to {int(rows.max())}"
             )
         self._rows = rows
         for point in self._points:
-            point.begin()
+            point.begin(in_flight)
+        if not in_flight:
+            for waiting in self._forced_slots.values():
+                waiting.clear()
 
     def _check_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward must hold the tokens that the trace speaks of, right-padded."""
@@ -93,6 +103,10 @@ class Replaying:
         inputs = tokens if isinstance(tokens, torch.Tensor) else kwargs.get("inputs_embeds")
         if isinstance(inputs, torch.Tensor) and len(inputs) != len(self._rows):
             raise ReplayError(f"the forward holds {len(inputs)} sequences, the replay is focused on {len(self._rows)}")
+        if kwargs.get("packed_seq_params") is not None:
+            raise ReplayError(
+                "the forward holds packed sequences (packed_seq_params); replay needs a row a sequence, right-padded"
+            )
         mask = kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.ndim == 2 and (mask[:, 0] == 0).any():
             raise ReplayError("attention_mask pads on the left; replay needs the sequences right-padded")
@@ -114,10 +128,10 @@ class Replaying:
         column = self._column[point.layer]
         target, planned = self._targets[self._rows, :, column], self._planned[self._rows, :, column]
         n, length, k = target.shape
-        steps, rest = divmod(len(ids), max(n, 1))
+        steps, rest = divmod(len(ids) * point.parts, max(n, 1))
         if rest or steps < length:
             raise ReplayError(
-                f"layer {point.layer}: the forward has {len(ids)} rows for {n} sequences of up to {length} recorded "
+                f"layer {point.layer}: the forward has {len(ids) * point.parts} rows for {n} sequences of up to {length} recorded "
                 f"tokens; expected a multiple of {n}, at least {n * length}"
             )
         if steps > length:
@@ -128,7 +142,7 @@ class Replaying:
             used = resolve(recorded, asked, scores, ids)
         else:
             used = resolve_biased(recorded, asked, scores, ids, self._bias[column].to(ids.device))
-        self.forced_units += int(planned.sum())
+        self.forced_units += int(asked.sum())
         self.changed_cells += int(((used.unsqueeze(-1) == ids.unsqueeze(-2)).sum((-1, -2)) < k).sum())
         if self._measure:
             self._count(point, recorded, asked, scores.detach(), ids, used)
@@ -167,13 +181,16 @@ class Replaying:
             given_up = p.gather(1, native).sum(-1) - chosen.sum(-1)
             self._regret = None if outside.any() else self._regret + float(given_up[known].sum())
         wanted = asked if asked.ndim == 2 else asked[:, None]
-        self._forced_slots[point.layer] = (same & wanted[:, None, :] & known[:, None, None]).any(-1), known
+        self._forced_slots[point.layer].append(((same & wanted[:, None, :] & known[:, None, None]).any(-1), known))
 
     def _listen(self, point: SelectionPoint, logits: torch.Tensor, ids: torch.Tensor) -> None:
         """Square the gradient of the logits of the executed experts when it comes, apart for forced and free ones."""
-        if not logits.requires_grad:
+        waiting = self._forced_slots[point.layer]
+        if (
+            not logits.requires_grad or not waiting
+        ):  # the graph of a recompute beside that of the forward gets no gradient
             return
-        forced, known = self._forced_slots[point.layer]
+        forced, known = waiting.popleft()
 
         def arrived(gradient: torch.Tensor) -> None:
             squared = gradient.detach().reshape(-1, gradient.shape[-1]).gather(1, ids).double().square()
@@ -193,6 +210,11 @@ class Replaying:
             self.forced_units, self.changed_cells, self._compared, self._differing, self._cells, self._kept,
             self._regret, gradients["forced"], self._slots["forced"], gradients["free"], self._slots["free"],
         )  # fmt: skip
+
+
+def _with_filler(rows: torch.Tensor, value: int) -> torch.Tensor:
+    """`[S + 1, ...]`: one more row, filled with a value."""
+    return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), value)])
 
 
 def _padded_scores(trace: RouteTrace, inside: np.ndarray) -> torch.Tensor:

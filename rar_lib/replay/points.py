@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
@@ -63,10 +64,22 @@ class SelectionPoint:
             `t * B + b` (Megatron-Core).
         owner: name of the router class, for messages.
         groups: groups of experts that limit the choice; 1 where there are none.
+        layers: MoE layers of the whole model, where this process holds a part of them (pipeline parallel); None: those found.
+        part, parts: which of equal parts of the time axis the router sees (sequence parallel); row order "sequence".
     """
 
     def __init__(
-        self, layer: int, num_experts: int, top_k: int, row_order: RowOrder, owner: str, groups: int = 1
+        self,
+        layer: int,
+        num_experts: int,
+        top_k: int,
+        row_order: RowOrder,
+        owner: str,
+        groups: int = 1,
+        *,
+        layers: tuple[int, ...] | None = None,
+        part: int = 0,
+        parts: int = 1,
     ) -> None:
         self.layer, self.num_experts, self.top_k, self.row_order, self.owner = (
             layer,
@@ -75,18 +88,27 @@ class SelectionPoint:
             row_order,
             owner,
         )
-        self.groups = groups
+        self.groups, self.layers, self.part, self.parts = groups, layers, part, parts
         self.selectors: list[Selector] = []
         self.taps: list[Tap] = []
         self.gates: list[Gates] = []
         self.watched = 0  # open contexts that compare what the experts got with what was picked
-        self.forwards = 0  # since the last `begin`
         self._used: torch.Tensor | None = None
+        self._awaited: deque[torch.Tensor] = deque()  # ids of forwards whose recompute may still come, oldest first
+        self._in_flight = False
         self._compared, self._differing = 0, torch.zeros((), dtype=torch.int64)
 
-    def begin(self) -> None:
-        """Forget the forward before: a new micro-batch starts."""
-        self.forwards, self._used = 0, None
+    def begin(self, in_flight: bool = False) -> None:
+        """A new micro-batch starts. Forgets the forwards before, unless they are `in_flight`: a pipeline runs several forwards ahead, and
+        recompute then asks for the oldest first."""
+        self._used, self._in_flight = None, in_flight
+        if not in_flight:
+            self._awaited.clear()
+
+    @property
+    def awaited(self) -> int:
+        """Forwards whose recompute has not come."""
+        return len(self._awaited)
 
     def select(self, scores: torch.Tensor, native: torch.Tensor) -> torch.Tensor:
         """Ids to use for ranked `scores [rows, E]`, given the router's own `native [rows, K]`.
@@ -95,22 +117,26 @@ class SelectionPoint:
         where they were native and lie near a tie.
         """
         if _in_backward():
-            if self._used is None or self.forwards != 1 or self._used.shape != native.shape:
+            waiting = self._awaited
+            if not waiting or (len(waiting) != 1 and not self._in_flight) or waiting[0].shape != native.shape:
                 raise ReplayError(
                     f"layer {self.layer}: recompute asks for the routes of a forward pass; expected exactly one forward "
-                    f"of {tuple(native.shape)} since this micro-batch began, found {self.forwards} "
-                    f"({None if self._used is None else tuple(self._used.shape)}); call focus() before each micro-batch"
+                    f"of {tuple(native.shape)} since this micro-batch began, found {len(waiting)} "
+                    f"({tuple(waiting[0].shape) if waiting else None}); call focus() before each micro-batch"
                 )
+            self._used = waiting.popleft() if self._in_flight else waiting[0]
             return self._used
         ids = native
         for selector in self.selectors:
             ids = selector(self, scores, ids)
-        self.forwards += 1
         self._used = ids
+        self._awaited.append(ids)
+        if len(self._awaited) > 2 and not self._in_flight:  # two are as wrong as many, and cost less
+            self._awaited.popleft()
         return ids
 
     def unflatten(self, rows: torch.Tensor, num_sequences: int) -> torch.Tensor:
-        """Rows `[S * T, ...]` of a forward as `[S, T, ...]`."""
+        """Rows `[S * T, ...]` of a forward as `[S, T, ...]`; T is the point's part of the time axis."""
         steps, rest = divmod(len(rows), num_sequences)
         if rest:
             raise ReplayError(f"layer {self.layer}: {len(rows)} rows do not divide by {num_sequences} sequences")
@@ -119,8 +145,10 @@ class SelectionPoint:
         return rows.reshape(steps, num_sequences, *rows.shape[1:]).transpose(0, 1)
 
     def flatten(self, padded: torch.Tensor) -> torch.Tensor:
-        """`[S, T, ...]` as the rows `[S * T, ...]` of a forward."""
+        """`[S, T, ...]` as the rows `[S * T, ...]` of a forward; of its part of the time axis where there are several."""
         ordered = padded if self.row_order == "batch" else padded.transpose(0, 1)
+        if self.parts > 1:
+            ordered = ordered.tensor_split(self.parts)[self.part]
         return ordered.reshape(-1, *padded.shape[2:])
 
     def picked(self, logits: torch.Tensor) -> None:

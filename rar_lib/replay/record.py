@@ -13,14 +13,17 @@ from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
 
 
 def describe_routers(model: torch.nn.Module) -> TraceHeader:
-    """Header of a trace of this model: E, K and MoE layer numbers of its routers (source `old`)."""
+    """Header of a trace of this model: E, K and MoE layer numbers of its routers (source `old`); of the whole model on a pipeline stage."""
     points = find_points(model).points
     first = points[0]
     odd = [p.layer for p in points if (p.num_experts, p.top_k) != (first.num_experts, first.top_k)]
     if odd:
         raise ReplayError(f"layers {odd} have another number of experts or top-k than layer {first.layer}")
     return TraceHeader(
-        num_experts=first.num_experts, top_k=first.top_k, moe_layers=tuple(p.layer for p in points), source="old"
+        num_experts=first.num_experts,
+        top_k=first.top_k,
+        moe_layers=first.layers or tuple(p.layer for p in points),
+        source="old",
     )
 
 
@@ -35,10 +38,10 @@ class Recording:
         self.header = describe_routers(model)
         self.last: dict[str, torch.Tensor] = {}
         self._points = find_points(model).points
-        self._ids: dict[int, list[torch.Tensor]] = {layer: [] for layer in self.header.moe_layers}
+        self._ids: dict[int, list[torch.Tensor]] = {p.layer: [] for p in self._points}
         wanted = {"margins": margins, "scores": scores}
         self._beside: dict[str, dict[int, list[torch.Tensor]]] = {
-            name: {layer: [] for layer in self.header.moe_layers} for name, asked in wanted.items() if asked
+            name: {p.layer: [] for p in self._points} for name, asked in wanted.items() if asked
         }
         self._inputs: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = []
 
@@ -60,15 +63,25 @@ class Recording:
             goes_on = cache is not None and cache.get_seq_length() > 0
             self._inputs.append((tokens, kwargs.get("attention_mask"), goes_on))
 
-    def begin(self) -> None:
-        """A new micro-batch starts; needed where the backward pass recomputes activations."""
+    def begin(self, in_flight: bool = False) -> None:
+        """A new micro-batch starts; needed where the backward pass recomputes activations. See SelectionPoint.begin."""
         for point in self._points:
-            point.begin()
+            point.begin(in_flight)
+
+    @property
+    def columns(self) -> list[int]:
+        """Which layers of the header the routers of this process are."""
+        return [self.header.moe_layers.index(p.layer) for p in self._points]
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """(which, of how many) equal parts of the time axis the routers of this process see."""
+        return self._points[0].part, self._points[0].parts
 
     def take(self, num_sequences: int) -> torch.Tensor:
         """Return and forget what was recorded since the last take: `[num_sequences, T, L, K]` int64.
 
-        Several forwards (a prefill and decode steps) follow each other along T.
+        Several forwards (a prefill and decode steps) follow each other along T. T and L are those of this process.
 
         Raises:
             ReplayError: if a router did not fire as often as the others, or rows do not divide by the sequences.

@@ -55,7 +55,7 @@ class Lesson:
     old_routes: RouteTrace | None = None
 
     def objective(self, share: torch.Tensor) -> Objective:
-        """The loss of the rows of one update.
+        """The loss of the rows of one update; picklable, since it may travel to the ranks of a trainer.
 
         Args:
             share: `[n]` int64, rows of the batch.
@@ -63,41 +63,17 @@ class Lesson:
         Raises:
             ConfigError: if a correction looks at routers and the old pass kept no scores.
         """
-        algorithm, mask, a = self.algorithm, self.mask[share], self.advantages[share]
+        algorithm, mask = self.algorithm, self.mask[share]
         mu, old = self.logp_rollout[share], self.logp_old[share]
         chosen: dict[str, Any] = {one.name: one for one in algorithm.corrections}
-        loss, mean = OBJECTIVES[algorithm.objective]
-        anchor = mu if algorithm.anchor == "rollout" else old
-        weight = _weights(chosen, old, mu, mask)
         kept = mask
         if "geo_rs" in chosen:
             kept = geo_rs_keep(old, mu, mask, chosen["geo_rs"].low, chosen["geo_rs"].high)
-        scale = _scale(mean, mask, kept)
-        routers = self._old_routers(share) if "rspo" in chosen else None
-
-        def objective(
-            logp: torch.Tensor, rows: torch.Tensor, scores: torch.Tensor | None = None
-        ) -> tuple[torch.Tensor, dict[str, float]]:
-            here, gamma = mask[rows], None
-            if routers is not None:
-                assert scores is not None
-                r_old, ids, known = (x[rows] for x in routers)
-                gamma = router_shift_weights(r_old, _probabilities(scores), ids, known, chosen["rspo"].floor)
-            stays = kept[rows]
-            if "opsm" in chosen:
-                stays = stays & opsm_keep(logp, mu[rows], a[rows], here, chosen["opsm"].delta)
-            # What is dropped is whole answers, so the ratios of those that stay are those under the full mask.
-            terms, sums = loss(logp, anchor[rows], a[rows], stays, algorithm.clip_low, algorithm.clip_high, gamma)
-            terms = terms * scale[rows]
-            sums["kept"] = float((stays & (weight[rows] != 0)).sum() if weight is not None else stays.sum())
-            if weight is not None:
-                terms = terms * weight[rows]
-                sums["weight"] = float(weight[rows][here].sum())
-            if gamma is not None:
-                sums["gamma"] = float(gamma[here].sum())
-            return terms, sums
-
-        return objective
+        return ShareObjective(
+            algorithm, mask, self.advantages[share], mu, mu if algorithm.anchor == "rollout" else old,
+            _weights(chosen, old, mu, mask), kept, _scale(OBJECTIVES[algorithm.objective][1], mask, kept),
+            self._old_routers(share) if "rspo" in chosen else None,
+        )  # fmt: skip
 
     def _old_routers(self, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Probabilities `[n, T, L, E]`, ids `[n, T, L, K]` and whether a token was routed in every layer `[n, T]`."""
@@ -114,6 +90,57 @@ class Lesson:
         r[inside], ids[inside] = router_probabilities(np.asarray(part.scores)), part.experts
         known[inside] = part.recorded.all(-1)
         return torch.from_numpy(r), torch.from_numpy(ids), torch.from_numpy(known)
+
+
+@dataclass(frozen=True)
+class ShareObjective:
+    """See `Objective` in engines/base.py: the loss of the n rows of one update, with all that is fixed for it.
+
+    Attributes:
+        algorithm: objective and corrections.
+        mask, kept: `[n, T]` bool, response tokens, and those that rejection left.
+        advantages: `[n]`.
+        logp_rollout, anchor: `[n, T]` in nats.
+        weight: `[n, T]` importance weights, or None.
+        scale: `[n, T]`, see `_scale`.
+        routers: of the old pass, see `Lesson._old_routers`.
+    """
+
+    algorithm: AlgorithmConfig
+    mask: torch.Tensor
+    advantages: torch.Tensor
+    logp_rollout: torch.Tensor
+    anchor: torch.Tensor
+    weight: torch.Tensor | None
+    kept: torch.Tensor
+    scale: torch.Tensor
+    routers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+
+    def __call__(
+        self, logp: torch.Tensor, rows: torch.Tensor, scores: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """See `Objective`."""
+        algorithm, here, gamma = self.algorithm, self.mask[rows], None
+        chosen: dict[str, Any] = {one.name: one for one in algorithm.corrections}
+        if self.routers is not None:
+            assert scores is not None
+            r_old, ids, known = (x[rows] for x in self.routers)
+            gamma = router_shift_weights(r_old, _probabilities(scores), ids, known, chosen["rspo"].floor)
+        stays, a = self.kept[rows], self.advantages[rows]
+        if "opsm" in chosen:
+            stays = stays & opsm_keep(logp, self.logp_rollout[rows], a, here, chosen["opsm"].delta)
+        # What is dropped is whole answers, so the ratios of those that stay are those under the full mask.
+        loss, _ = OBJECTIVES[algorithm.objective]
+        terms, sums = loss(logp, self.anchor[rows], a, stays, algorithm.clip_low, algorithm.clip_high, gamma)
+        terms = terms * self.scale[rows]
+        weight = None if self.weight is None else self.weight[rows]
+        sums["kept"] = float((stays & (weight != 0)).sum() if weight is not None else stays.sum())
+        if weight is not None:
+            terms = terms * weight
+            sums["weight"] = float(weight[here].sum())
+        if gamma is not None:
+            sums["gamma"] = float(gamma[here].sum())
+        return terms, sums
 
 
 def _weights(chosen: dict[str, Any], old: torch.Tensor, mu: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:

@@ -15,14 +15,12 @@ next, be it another sweep, waits for the folder and reads the record that it fin
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import math
 import os
 import re
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -32,6 +30,7 @@ from typing import Any, Literal
 
 import psutil
 
+from rar_lib.child import end_with_parent
 from rar_lib.errors import RunError
 from rar_lib.runs.files import commit, locked, write_json
 
@@ -201,7 +200,7 @@ def _papermill(task: Task, target: Path, log: Path, watch: _Watch, lock: int) ->
         async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
             with log.open("w") as file:
                 await super().start_kernel(
-                    stdout=file, stderr=file, pass_fds=(lock,), preexec_fn=_end_with_the_parent, **options
+                    stdout=file, stderr=file, pass_fds=(lock,), preexec_fn=end_with_parent, **options
                 )
             watch.kernel = getattr(self.provisioner, "pid", None)
 
@@ -214,19 +213,6 @@ def _papermill(task: Task, target: Path, log: Path, watch: _Watch, lock: int) ->
     left = [c for c in done.cells if c.cell_type == "code" and c.source.strip() and c.execution_count is None]
     if left:  # papermill takes an exit with status 0 for an end
         raise RunError(f"{len(left)} cells were not executed: the kernel was left early")
-
-
-def _end_with_the_parent() -> None:
-    """In the kernel before it starts: be killed when the process that executes the point ends (Linux: PR_SET_PDEATHSIG)."""
-    if _LIBC is not None:
-        _LIBC.prctl(1, int(signal.SIGKILL))
-
-
-try:
-    _LIBC: Any = ctypes.CDLL(None)
-    _LIBC.prctl  # noqa: B018 - is it there?
-except (OSError, AttributeError):  # another system: ipykernel itself looks for its parent once a second
-    _LIBC = None
 
 
 def _explain(error: Exception) -> str:

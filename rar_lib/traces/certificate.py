@@ -20,7 +20,6 @@ from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import linear_sum_assignment
 
 from rar_lib.errors import TraceError
 from rar_lib.metrics.agreement import overlap
@@ -240,6 +239,8 @@ def co_assignment(ids_a: np.ndarray, ids_b: np.ndarray, num_experts: int) -> np.
 
 def infer_numbering(a: RouteTrace, b: RouteTrace, tokens: int = 8192) -> tuple[Numbering, ...]:
     """Match the experts of B to those of A, layer by layer, on evenly spread tokens recorded on both sides."""
+    from scipy.optimize import linear_sum_assignment
+
     rows = np.unique(np.linspace(0, max(a.num_tokens - 1, 0), min(tokens, a.num_tokens)).astype(np.int64))
     ids_a, ids_b, known = a.experts[rows], b.experts[rows], a.recorded[rows] & b.recorded[rows]
     experts, k = a.header.num_experts, a.header.top_k

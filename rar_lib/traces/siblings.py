@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from scipy.stats import binom
 
 from rar_lib.metrics.agreement import overlap
 from rar_lib.traces.verdicts import Verdict, verdict
@@ -78,6 +77,8 @@ def prefix_verdicts(members: Sequence[Member]) -> list[Verdict]:
 
     A pair disagrees if more of its routers differ than flips at a rate of `TOLERATED` could explain (binomial, p < 1e-6).
     """
+    from scipy.stats import binom
+
     pairs = 0
     shifted: list[tuple[str, int, int]] = []
     apart: list[tuple[str, int, int]] = []

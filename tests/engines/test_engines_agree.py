@@ -20,7 +20,6 @@ from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.hf_weights import hf_names, load_hf_weights
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.megatron_cpu import without_cuda
-from rar_lib.engines.megatron_model import hf_weights
 from rar_lib.engines.session import EngineSession
 from rar_lib.errors import EngineError
 from rar_lib.measure import rollout_logprobs
@@ -141,7 +140,7 @@ def test_gradients(stage: Sampled, pair: Any, hf: HFTrainer, checkpoint: Path) -
         true = gradient(exact)
     largest = max(float(g.abs().max()) for g in true.values())
     megatron.gradients(batch, _pull, temperature=1.0)
-    theirs = dict(hf_weights(((n, p.main_grad) for n, p in megatron.model.named_parameters()), megatron.model.config))
+    theirs = dict(megatron.whole(lambda p: p.main_grad))
     with torch.no_grad():
         holder = HFTrainer(checkpoint, CONFIG.trainer, CONFIG.algorithm).model
         load_hf_weights(holder, theirs.items())

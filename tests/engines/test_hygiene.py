@@ -66,7 +66,7 @@ def untouched(model: Any) -> None:
     for point in find_points(model).points:
         assert point.selectors == []
         assert point._used is None
-        assert point.forwards == 0
+        assert point.awaited == 0
     assert all("forward" not in vars(m) for m in model.modules())
     assert not model._forward_pre_hooks
 

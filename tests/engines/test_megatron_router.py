@@ -28,7 +28,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def groups() -> None:
-    start_parallel_state(1, 1, 1, 1)
+    start_parallel_state()
 
 
 def build(**settings: Any) -> Any:

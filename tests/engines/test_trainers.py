@@ -14,7 +14,6 @@ from rar_lib.engines.base import Replay, TokenBatch
 from rar_lib.engines.hf_rollout import HFRollout
 from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.megatron_trainer import MegatronTrainer
-from rar_lib.errors import EngineError
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import k3
 from rar_lib.replay.control import wrong_routes
@@ -224,11 +223,6 @@ def test_bf16_trainers_run(trainer: Any, checkpoint: Path, sampled: Sampled) -> 
     assert torch.equal(update.logprobs, old.logprobs)
     exact = trainer.logprobs(sampled.batch, temperature=1.0)
     assert 0 < k3(old.logprobs, exact.logprobs, sampled.batch.response_mask) < 0.1
-
-
-def test_parallel_sizes_are_refused_by_name(trainer: Any, checkpoint: Path) -> None:
-    with pytest.raises(EngineError, match=r"\(2, 1, 1, 1\)"):
-        build(trainer.name, checkpoint, "trainer.tensor_parallel=2")
 
 
 def test_a_backward_outside_of_megatrons_schedules_does_no_harm(checkpoint: Path, sampled: Sampled) -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rar_lib.replay.fixed import World, execute, plan_row, synthetic_frontier, synthetic_world
+from rar_lib.errors import ReplayError
+from rar_lib.replay.fixed import World, execute, executed, plan_row, synthetic_frontier, synthetic_world
 from rar_lib.replay.plan import full_plan
 from rar_lib.replay.policies import POLICIES, get_policy, make_plan
 
@@ -74,3 +75,11 @@ def test_the_same_seed_is_the_same_world() -> None:
     assert np.array_equal(a.price, b.price)
     assert a.made.rollout.equals(b.made.rollout)
     assert not np.array_equal(a.price, c.price)
+
+
+def test_single_slots_are_not_filled_up_without_scores(world: World) -> None:
+    made = world.made
+    sets, slots = (make_plan("random_route", world.seen, unit, "1/3") for unit in ("token_layer", "slot"))
+    assert np.array_equal(executed(sets, made.rollout, made.native, None), execute(sets, world))
+    with pytest.raises(ReplayError, match="unit slot: expected live scores to fill up its sets, found none"):
+        executed(slots, made.rollout, made.native, None)

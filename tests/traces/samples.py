@@ -106,14 +106,13 @@ def recorded(batch: Batch) -> None:
     """The same tokens through Megatron-Core, recorded by its own RouterReplay."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    from rar_lib.config import TrainerConfig
     from rar_lib.engines.megatron_cpu import start_parallel_state, without_cuda
     from rar_lib.engines.megatron_model import build_model
     from rar_lib.retrace import _megatron_logits
 
-    start_parallel_state(1, 1, 1, 1)
+    start_parallel_state()
     with without_cuda():
-        model = build_model(CHECKPOINT, TrainerConfig()).eval()
+        model = build_model(CHECKPOINT).eval()
     RouterReplay.global_router_replay_instances.clear()
     for layer in model.decoder.layers:
         layer.mlp.router.router_replay = _theirs(RouterReplay())

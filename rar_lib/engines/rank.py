@@ -1,0 +1,95 @@
+"""One rank of a trainer: does what the first rank is told by the process that drives the run.
+
+    torchrun --nproc-per-node N -m rar_lib.engines.rank
+
+The first rank holds the connection to the driver and broadcasts each call to the others, so that all make it together. An
+error is written to a file before anything else, because the other ranks may wait for this one in a collective forever.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pickle
+import traceback
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rar_lib.child import end_with_parent
+from rar_lib.config import AlgorithmConfig, TrainerConfig
+from rar_lib.engines.base import Trainer
+
+FOLDER, KEY = "RAR_RANKS_FOLDER", "RAR_RANKS_KEY"
+PATIENCE = datetime.timedelta(days=30)  # between two calls the driver may sample for as long as it likes
+
+
+def build(path: Path, config: TrainerConfig, algorithm: AlgorithmConfig) -> Trainer:
+    """The trainer of this rank."""
+    if config.engine == "megatron":
+        from rar_lib.engines.megatron_trainer import MegatronTrainer
+
+        return MegatronTrainer(path, config, algorithm)
+    from rar_lib.engines.hf_trainer import HFTrainer
+
+    return HFTrainer(path, config, algorithm)
+
+
+def perform(
+    trainer: Trainer | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Trainer | None, Any]:
+    """The trainer afterwards, and what the call returned."""
+    if name == "build":
+        return build(*args, **kwargs), None
+    assert trainer is not None
+    result = getattr(trainer, name)(*args, **kwargs)
+    return trainer, list(result) if name == "weights" else result
+
+
+def main() -> None:
+    """Serve until told to close, or until the driver is gone."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    rank = torch.distributed.get_rank()
+    calls = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
+    folder = Path(os.environ[FOLDER])
+    driver = None
+    if rank == 0:
+        driver = Client(str(folder / "socket"), authkey=bytes.fromhex(os.environ[KEY]))
+    trainer: Trainer | None = None
+    while True:
+        message: list[Any] = [None]
+        if driver is not None:
+            try:
+                message = [pickle.loads(driver.recv_bytes())]
+            except EOFError:
+                message = [("close", (), {})]
+        torch.distributed.broadcast_object_list(message, src=0, group=calls)
+        name, args, kwargs = message[0]
+        if name == "close":
+            break
+        error, result = None, None
+        try:
+            trainer, result = perform(trainer, name, args, kwargs)
+        except Exception as caught:
+            traceback.print_exc()
+            error = {"rank": rank, "type": type(caught).__name__, "message": str(caught)}
+            partial = folder / f"error-{rank}.partial"
+            partial.write_text(json.dumps(error))
+            os.replace(partial, folder / f"error-{rank}.json")
+        errors: list[Any] | None = [None] * torch.distributed.get_world_size() if rank == 0 else None
+        torch.distributed.gather_object(error, errors, dst=0, group=calls)
+        if driver is not None:
+            driver.send_bytes(pickle.dumps((result, [e for e in errors or [] if e is not None])))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    main()

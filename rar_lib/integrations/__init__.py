@@ -1,0 +1,1 @@
+"""Replay policies inside other trainers: verl, and what uses Megatron-Core's own RouterReplay."""

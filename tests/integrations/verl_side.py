@@ -1,0 +1,233 @@
+"""Runs in verl's environment: verl's own Megatron engine on a CPU, with and without the plugin.
+
+    .venv-verl/bin/python -m tests.integrations.verl_side FOLDER
+
+FOLDER holds batch.npz, the policy files and jobs.json; out.npz and out.json are written there. verl finds the plugin by the
+entry point that the caller put on the path, or late, as an external library. What is replaced, beside packed_model.py: how
+the engine builds its config and model (verl asks a bridge that needs a GPU), the optimizer, and a report of GPU memory.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import verl  # loads the plugins that are declared, unless VERL_USE_EXTERNAL_PLUGINS=none
+
+LIGHT = {"plugin": "rar_lib.integrations.verl" in sys.modules, "megatron": "megatron.core" in sys.modules}
+
+from rar_lib.engines.megatron_cpu import import_megatron, start_parallel_state, without_cuda  # noqa: E402
+
+import_megatron()
+
+folder = Path(sys.argv[1])
+jobs = json.loads((folder / "jobs.json").read_text())
+if jobs.get("break"):
+    from verl.utils.megatron.router_replay_patch import RouterReplay
+
+    RouterReplay.get_replay_topk = lambda self, scores, k: (scores, k)  # another signature
+
+import verl.workers.engine.megatron.transformer_impl as impl  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
+from verl.utils import tensordict_utils as tu  # noqa: E402
+from verl.utils.import_utils import import_external_libs  # noqa: E402
+from verl.utils.megatron.router_replay_utils import iter_model_routers  # noqa: E402
+from verl.workers.config.engine import EngineRouterReplayConfig, McoreEngineConfig  # noqa: E402
+
+from rar_lib.errors import RarError  # noqa: E402
+from tests.integrations.packed_model import packed_config, packed_model  # noqa: E402
+
+import_external_libs("rar_lib.integrations.verl")  # as external_lib does: here already, or late
+plugin = sys.modules["rar_lib.integrations.verl"]
+impl.MegatronCheckpointManager = lambda **_: None
+impl.log_gpu_memory_usage = lambda *_, **__: None
+batch = np.load(folder / "batch.npz")
+arrays, report = {}, {"light": LIGHT, "fault": plugin.find_fault(impl)}
+
+
+class Engine(impl.MegatronEngineWithLMHead):
+    """verl's engine with another way to its model."""
+
+    recompute = is_value_model = False
+    bridge = provider = peft_cls = param_dtype = share_embeddings_and_output_weights = None
+
+    def _build_tf_config(self):
+        self.tf_config = packed_config(self.recompute)
+        self.tf_config.moe_enable_routing_replay = self.enable_routing_replay
+
+    def _build_megatron_module(self):
+        return [packed_model(self.tf_config)]
+
+    def _build_optimizer(self):
+        return None
+
+    def _build_lr_scheduler(self):
+        return None
+
+
+class Other(impl.MegatronEngineWithLMHead):
+    """Stands in for an engine of another backend."""
+
+    def __init__(self, engine_config):
+        self.engine_config = engine_config
+
+
+impl.EngineRegistry.register("language_model", "other", ["cuda", "cpu"])(Other)
+
+
+def build(job):
+    os.environ.pop(plugin.VARIABLE, None)
+    if "variable" in job:
+        os.environ[plugin.VARIABLE] = job["variable"]
+    config = McoreEngineConfig(
+        router_replay=EngineRouterReplayConfig(mode=job.get("mode", "R3"), replay_file=job.get("file")),
+        use_distributed_optimizer=False,
+        sequence_parallel=False,
+        forward_only=job.get("forward_only", False),
+        use_remove_padding=job.get("use_remove_padding", True),
+    )
+    if "backend" in job:
+        return impl.EngineRegistry.new("language_model", job["backend"], config)
+    names = ["Qwen3MoeForCausalLM"]
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=names), architectures=names, mtp=SimpleNamespace(enable=False),
+        local_path="", get_processor=lambda: None, tokenizer=SimpleNamespace(pad_token_id=0),
+    )  # fmt: skip
+    engine = Engine(model, config, SimpleNamespace(use_checkpoint_opt_param_scheduler=False), SimpleNamespace())
+    engine.recompute = job.get("recompute", False)
+    engine.initialize()
+    return engine
+
+
+def jagged(name):
+    parts = np.split(batch[name], np.cumsum(batch[f"{name}_lengths"])[:-1])
+    return torch.nested.as_nested_tensor([torch.from_numpy(p) for p in parts], layout=torch.jagged)
+
+
+def data(micro_batch, replay, routes):
+    tensors = {name: jagged(name) for name in ("input_ids", "loss_mask")}
+    tensors |= {
+        "response_mask": torch.from_numpy(batch["response_mask"]),
+        "temperature": torch.ones(len(batch["response_mask"])),
+    }
+    if routes is not None:
+        tensors["routed_experts"] = routes
+    out = TensorDict(tensors, batch_size=[len(batch["response_mask"])])
+    tu.assign_non_tensor(out, use_dynamic_bsz=False, micro_batch_size_per_gpu=micro_batch, enable_routing_replay=replay)
+    return out
+
+
+def loss(model_output, data, dp_group):
+    # row t predicts token t + 1; verl's label of a sequence's last row is a token of another sequence
+    weights = torch.cat(
+        [mask.roll(-1).index_fill(0, torch.tensor(len(mask) - 1), 0) for mask in data["loss_mask"].unbind()]
+    )
+    return -(model_output["log_probs"].values() * weights).sum() / 10, {}
+
+
+def listen(engine):
+    """Logits and executed map of every router call, forward and recompute, by layer."""
+    seen = []
+
+    def heard(router, args, output):
+        logits = torch.nn.functional.linear(args[0].detach(), router.weight.detach()).flatten(0, 1)
+        seen.append((router.layer_number - 1, torch.is_grad_enabled(), logits, output[1].clone()))
+
+    for module in engine.module[0].modules():
+        if hasattr(module, "router_replay"):
+            module.register_forward_hook(heard)
+    return seen
+
+
+def keep(name, seen, layers, micro_batches):
+    """[tokens, L, E] of the first forwards; whether every later call (recompute) executed the same maps."""
+    first = seen if len(seen) == layers * micro_batches else []
+    again = []
+    if (
+        not first
+    ):  # with recompute: forwards without a graph come first, a micro-batch's recompute runs in reverse order
+        first = [s for s in seen if not s[1]]
+        again = [s for s in seen if s[1]]
+    for kind, i in (("logits", 2), ("executed", 3)):
+        by_layer = [torch.cat([s[i] for s in first if s[0] == layer]) for layer in range(layers)]
+        arrays[f"{name}/{kind}"] = torch.stack(by_layer, 1).numpy()
+    same = [
+        all(torch.equal(a[3], b[3]) for a, b in zip(
+            [s for s in first if s[0] == layer], [s for s in again if s[0] == layer], strict=True))
+        for layer in range(layers)
+    ] if again else []  # fmt: skip
+    return {"recomputed": len(again), "recompute_equal": all(same)}
+
+
+def run(name, job):
+    engine = build(job)
+    facts = {"policy": str(engine.rar.policy) if getattr(engine, "rar", None) else None}
+    if job.get("only_built"):
+        return facts
+    seen, layers = listen(engine), engine.tf_config.num_layers
+    replay = engine.enable_routing_replay
+    size, count = job.get("micro_batch", 2), len(batch["response_mask"])
+    routes = jagged(job.get("routes", "routes")) if job.get("mode", "R3") == "R3" else None
+    old = engine.forward_backward_batch(data(job.get("old_micro_batch", 4), replay, routes), None, forward_only=True)
+    keep(f"{name}/old", seen, layers, count // job.get("old_micro_batch", 4))
+    arrays[f"{name}/old/log_probs"] = old["model_output"]["log_probs"].values().numpy()
+    if job.get("mode") == "R2":
+        routes = old["model_output"]["routed_experts"]
+        arrays[f"{name}/recorded"] = routes.values().numpy()
+    seen.clear()
+    new = engine.forward_backward_batch(data(size, replay, routes), loss, forward_only=False)
+    facts |= keep(f"{name}/update", seen, layers, count // size)
+    arrays[f"{name}/update/log_probs"] = new["model_output"]["log_probs"].values().numpy()
+    gradients = [p.grad.flatten() for p in engine.module[0].parameters() if p.grad is not None]
+    arrays[f"{name}/gradient"] = torch.cat(gradients).numpy()
+    routers = [router for _, router in iter_model_routers(engine.module)]
+    facts["queued"] = [len(r.replay_backward_list) + len(r.replay_backward_mask_list) for r in routers]
+    facts["metrics"] = {"old": old["metrics"], "update": new["metrics"]}
+    return facts
+
+
+def padding(name, job):
+    """verl's packing pads with rows of zeros and a mask of False: one router, asked directly."""
+    engine = build(job)
+    routers = [router for _, router in iter_model_routers(engine.module)]
+    router, generator = routers[0], torch.Generator().manual_seed(0)
+    scores = torch.rand(3, engine.tf_config.num_moe_experts, generator=generator)
+    router.rar.owner._planned = True
+    router.set_target_indices(torch.tensor([[5, 3], [0, 0], [-1, 4]]), torch.tensor([True, False, True]))
+    router.set_router_replay_action(impl.RouterReplayAction.REPLAY_FORWARD)
+    ask = lambda: router.get_replay_topk(scores, 2, default_compute_topk=lambda s, k, **_: torch.topk(s, k))  # noqa: E731
+    values, ids = ask()
+    facts = {"ids": ids.tolist(), "native": torch.topk(scores, 2).indices.tolist(), "gathered": bool((values == scores.gather(1, ids)).all())}  # fmt: skip
+    facts["counts"] = [int(router.rar.forced), int(router.rar.changed), int(router.rar.cells)]
+    router.set_router_replay_action(impl.RouterReplayAction.REPLAY_BACKWARD)
+    facts["again"] = ask()[1].tolist()
+    facts["queued"] = [len(router.replay_backward_list), len(router.replay_backward_mask_list)]
+    router.set_target_indices(torch.tensor([[5, 3]] * 3), None)
+    for key, call in (
+        ("deaf", lambda: router.set_target_indices(torch.tensor([[5, 3]] * 3), None)),
+        ("unseen", lambda: (setattr(router.rar.owner, "_planned", False), routers[1].set_target_indices(torch.tensor([[5, 3]] * 3)))),
+        ("finish", lambda: router.rar.owner.finish(True)),
+    ):  # fmt: skip
+        try:
+            call()
+        except RarError as error:
+            facts[key] = str(error)
+    return facts
+
+
+start_parallel_state(1, 1, 1, 1)
+with without_cuda():
+    for name, job in jobs["arms"].items():
+        try:
+            report[name] = (padding if name == "padding" else run)(name, job)
+        except RarError as error:
+            report[name] = {"refused": f"{type(error).__name__}: {error}"}
+np.savez(folder / "out.npz", **arrays)
+known = verl.__version__
+verl.__version__ = "0.9.2"
+report["version"] = plugin.find_fault(impl)
+verl.__version__ = known
+(folder / "out.json").write_text(json.dumps(report))
