@@ -93,7 +93,10 @@ class SamplingConfig(_Part):
 class RolloutConfig(_Part):
     """The engine that samples."""
 
-    engine: Literal["vllm", "hf", "auto"] = "vllm"
+    engine: Literal["vllm", "hf", "vllm_server", "sglang_server", "auto"] = "vllm"
+    url: str | None = Field(
+        None, description="of the server, such as http://127.0.0.1:8000; vllm_server: without it one is started"
+    )
     dtype: DType = Field("bfloat16", description="arithmetic of the engine")
     precision: Literal["native", "fp8_weights"] = Field(
         "fp8_weights",
@@ -105,10 +108,17 @@ class RolloutConfig(_Part):
 
     @model_validator(mode="after")
     def _knobs_of_hf(self) -> RolloutConfig:
-        if self.engine == "vllm" and self.sampling.temperature < 0.01:
+        if self.engine in ("vllm", "vllm_server") and self.sampling.temperature < 0.01:
             raise ValueError(f"vLLM samples no cooler than 0.01; sampling.temperature is {self.sampling.temperature}")
-        if self.engine == "vllm" and (self.router_noise or self.zero_mismatch):
-            raise ValueError("router_noise and zero_mismatch are knobs of the hf rollout; engine is 'vllm'")
+        if self.engine not in ("hf", "auto") and (self.router_noise or self.zero_mismatch):
+            raise ValueError(f"router_noise and zero_mismatch are knobs of the hf rollout; engine is '{self.engine}'")
+        served = self.engine in ("vllm_server", "sglang_server")
+        if self.url is not None and not (served and self.url.startswith(("http://", "https://"))):
+            raise ValueError(
+                f"url is the http address of engine vllm_server or sglang_server; found {self.url!r} with engine '{self.engine}'"
+            )
+        if self.engine == "sglang_server" and self.url is None:
+            raise ValueError("engine 'sglang_server' needs the url of a running server; found none")
         if self.zero_mismatch and (self.dtype, self.precision, self.router_noise) != ("float32", "native", 0.0):
             raise ValueError(
                 "zero_mismatch means the trainer's arithmetic: dtype float32, precision native, router_noise 0"

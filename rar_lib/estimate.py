@@ -119,7 +119,7 @@ def estimate(
         ("gradients", parameters * 4, "fp32"),
         ("AdamW moments", parameters * 8, "two in fp32"),
         ("rollout weights", parameters * BYTES[config.rollout.dtype], config.rollout.dtype),
-        ("KV cache", int(samples * length * kv), "all samples of a step at once" + (" (vLLM reserves its own)" if config.rollout.engine == "vllm" else "")),
+        ("KV cache", int(samples * length * kv), "all samples of a step at once" + (" (vLLM reserves its own)" if config.rollout.engine in ("vllm", "vllm_server") else "")),
         ("routes of a step", int(cells * (2 * route + 4 + scores)), "rollout and native, with margins" + (" and scores" if scores else "")),
     ]  # fmt: skip
     if "activations" in measured:

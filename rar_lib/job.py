@@ -313,11 +313,11 @@ def noise_floor_row(
 ) -> measure.Row:
     """Each engine against itself at θ_old; absent where it cannot be measured.
 
-    vLLM cannot score given tokens at another temperature than 1, and one sequence at a time has no other split.
+    vLLM and SGLang cannot score given tokens at another temperature than 1, and one sequence at a time has no other split.
     """
     mask, sampling = batch.response_mask, config.rollout.sampling
     row: measure.Row = {}
-    if config.rollout.engine != "vllm" or sampling.temperature == 1.0:
+    if config.rollout.engine == "hf" or sampling.temperature == 1.0:
         row |= noise_floor(mu, rollout.rescore(batch, sampling), mask, prefix="noise_floor/rollout/")
     if config.trainer.micro_batch_size == 1:
         return row

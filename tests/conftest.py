@@ -38,6 +38,7 @@ LONG = (
     "test_jupyterlab.py",
     "test_hygiene.py",
     "test_real_pair.py",
+    "test_vllm_server.py",
     "test_frontier.py",
 )
 

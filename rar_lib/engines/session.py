@@ -3,6 +3,7 @@
 vLLM tolerates one engine a process and takes torch.distributed (and any Megatron model) down with it, so one session
 creates it, several runs share it by pushing their own weights, and it goes last. A run in a shared session computes what
 it computes alone: trainers are built anew from the checkpoint for each run, rollouts are reseeded at every step.
+A vLLM server is a process of its own and bound by none of this; one that a session starts is shared and ended likewise.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from rar_lib.checkpoint import SpecialTokens
-from rar_lib.config import JobConfig
+from rar_lib.config import JobConfig, RolloutConfig
 from rar_lib.engines.base import Rollout, Trainer
 from rar_lib.errors import EngineError
 
@@ -49,6 +50,32 @@ def resolve_engines(config: JobConfig, say: Callable[[str], None] = print) -> Jo
     )
 
 
+def open_server(path: Path, config: RolloutConfig, special: SpecialTokens) -> Any:
+    """A rollout over the server at `config.url`; without one, a vLLM server is started, and ended by the rollout's `shutdown`.
+
+    Raises:
+        EngineError: if the server does not start or answer, or is not fit to be a rollout engine.
+    """
+    from rar_lib.engines.http import OwnServer, Server
+    from rar_lib.engines.sglang_server import SGLangServerRollout
+    from rar_lib.engines.vllm_server import VLLMServerRollout
+
+    if config.url is None and not available("vllm"):
+        raise EngineError(
+            "rollout.engine vllm_server: vLLM is not installed; install the extra rar-lib[vllm], or give rollout.url"
+        )
+    own = OwnServer(path, config.dtype) if config.url is None else None
+    server = Server(config.url or (own.url if own else ""), own)
+    try:
+        if own is not None:
+            server.wait_until_up()
+        kind = SGLangServerRollout if config.engine == "sglang_server" else VLLMServerRollout
+        return kind(path, config, special, server)
+    except BaseException:
+        server.close()
+        raise
+
+
 class EngineSession:
     """Engines of this process; a context manager.
 
@@ -62,6 +89,8 @@ class EngineSession:
         self._vllm: Any = None
         self._ranks: Any = None
         self._key: tuple[str, str] | None = None
+        self._served: Any = None
+        self._served_key: tuple[str | None, ...] = ()
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # several threads on a few shared cores cost more than they bring at this size
 
@@ -73,6 +102,8 @@ class EngineSession:
         if config.rollout.engine == "vllm":
             self._vllm.reconfigure(config.rollout)
             rollout: Rollout = self._vllm
+        elif config.rollout.engine in ("vllm_server", "sglang_server"):
+            rollout = self._require_server(config, path, special)
         else:
             from rar_lib.engines.hf_rollout import HFRollout
 
@@ -118,8 +149,24 @@ class EngineSession:
         self._vllm = VLLMRollout(path, config.rollout, special)
         self._key, EngineSession._vllm_owner = key, self
 
+    def _require_server(self, config: JobConfig, path: Path, special: SpecialTokens) -> Rollout:
+        """A client of a server; the session's own server is started once and shared by its runs."""
+        wanted = config.rollout
+        key = (wanted.engine, wanted.url, str(path), wanted.dtype)
+        if key != self._served_key:
+            self._leave_server()
+            self._served, self._served_key = open_server(path, wanted, special), key
+        self._served.reconfigure(wanted)
+        return self._served
+
+    def _leave_server(self) -> None:
+        if self._served is not None:
+            self._served.shutdown()
+        self._served, self._served_key = None, ()
+
     def close(self) -> None:
         """Shut down what this session holds. Trainers that it handed out must not be used afterwards."""
+        self._leave_server()
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None

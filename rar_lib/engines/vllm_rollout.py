@@ -32,6 +32,7 @@ from rar_lib.config import RolloutConfig, SamplingConfig
 from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
 from rar_lib.engines.hf_rollout import pack_rollout, require_length
 from rar_lib.engines.precision import at_precision
+from rar_lib.engines.served import probe_batch, require_same_scores
 from rar_lib.engines.vllm_capture import plan_engine
 from rar_lib.errors import EngineError
 from rar_lib.seeding import derive_seed
@@ -70,14 +71,14 @@ class VLLMRollout:
         self.header = router_header(path).model_copy(
             update={"source": "rollout", "producer": "vllm", "model_id": path.name}
         )
-        self.max_length = min(int(load_model_config(path).max_position_embeddings), MAX_BATCHED_TOKENS)
+        self.max_length = longest_sequence(path)
         with _foreign_seeds_undone(), starting_vllm():
             self.llm = _create(path, config.dtype, self.max_length)
         import vllm
 
         self.header = self.header.model_copy(update={"producer_version": vllm.__version__})
         self.weight_version = -1
-        self._probe = self._make_probe()
+        self._probe = probe_batch(load_model_config(path).get_text_config().vocab_size, special.pad)
         self._fresh = self.rescore(self._probe, SamplingConfig())
 
     def reconfigure(self, config: RolloutConfig) -> None:
@@ -88,15 +89,6 @@ class VLLMRollout:
             )
         self.config = config
 
-    def _make_probe(self) -> TokenBatch:
-        """A few fixed token sequences, to compare the engine with itself and with the trainer."""
-        config = load_model_config(Path(self.llm.llm_engine.model_config.model))
-        rng = np.random.default_rng(0)
-        rows = rng.integers(0, config.vocab_size, (8, 12)).tolist()
-        return TokenBatch.pack(
-            [r[:2] for r in rows], [r[2:] for r in rows], [str(i) for i in range(8)], range(8), self.special.pad
-        )
-
     # ---------------------------------------------------------------- weights
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
@@ -105,8 +97,8 @@ class VLLMRollout:
         self.weight_version = version
 
     def _push(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        self.llm.collective_rpc(_reload, args=(weights,))
-        self.llm.collective_rpc(_pack_experts)
+        self.llm.collective_rpc(reload_weights, args=(weights,))
+        self.llm.collective_rpc(pack_experts)
         self.llm.reset_prefix_cache()
 
     def check_sync(self, weights: NamedTensors) -> None:
@@ -121,12 +113,7 @@ class VLLMRollout:
         """
         self._push(list(weights))
         self.weight_version = -1
-        gap = (self.rescore(self._probe, SamplingConfig()) - self._fresh).abs().max()
-        if gap != 0:
-            raise EngineError(
-                f"vLLM scores the checkpoint's own weights differently after an update than after loading (largest "
-                f"difference {float(gap):.3g} nats, expected 0): the pushed names or the packing of the experts are wrong"
-            )
+        require_same_scores("vLLM", self._fresh, self.rescore(self._probe, SamplingConfig()))
 
     # ---------------------------------------------------------------- sampling and scoring
 
@@ -147,7 +134,7 @@ class VLLMRollout:
             detokenize=False,
         )
         outputs = []
-        for number, wave in enumerate(_waves([len(p) for p in prompts])):
+        for number, wave in enumerate(waves([len(p) for p in prompts])):
             with seeded(derive_seed(seed, number)):
                 outputs += self._run([prompts[i] for i in wave], params)
         responses, scores, routes = [], [], []
@@ -190,13 +177,10 @@ class VLLMRollout:
         """
         from vllm import SamplingParams
 
-        if sampling.temperature != 1.0:
-            raise EngineError(
-                f"vLLM scores given tokens at temperature 1 only; sampling.temperature is {sampling.temperature}"
-            )
+        require_temperature_one("vLLM", sampling)
         params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         rows = [batch.tokens[i, : batch.lengths[i]].tolist() for i in range(len(batch))]
-        outputs = [out for wave in _waves([len(r) for r in rows]) for out in self._run([rows[i] for i in wave], params)]
+        outputs = [out for wave in waves([len(r) for r in rows]) for out in self._run([rows[i] for i in wave], params)]
         scores = torch.zeros(batch.tokens.shape)
         for i, (row, out) in enumerate(zip(rows, outputs, strict=True)):
             for t in range(int(batch.prompt_lengths[i]), len(row)):
@@ -209,18 +193,37 @@ class VLLMRollout:
         del self.llm
 
 
-def _waves(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Split requests so that one wave is prefilled in one piece."""
+def waves(
+    lengths: Sequence[int], sequences: int = MAX_SEQUENCES, tokens: int = MAX_BATCHED_TOKENS
+) -> Iterator[list[int]]:
+    """Split requests so that one wave is prefilled in one piece.
+
+    Args:
+        lengths: prompt tokens of each request.
+        sequences, tokens: that the engine takes in a forward at most.
+    """
     wave: list[int] = []
     total = 0
     for i, length in enumerate(lengths):
-        if wave and (len(wave) == MAX_SEQUENCES or total + length > MAX_BATCHED_TOKENS):
+        if wave and (len(wave) == sequences or total + length > tokens):
             yield wave
             wave, total = [], 0
         wave.append(i)
         total += length
     if wave:
         yield wave
+
+
+def require_temperature_one(engine: str, sampling: SamplingConfig) -> None:
+    """Refuse to score given tokens at another temperature, which the engine would ignore.
+
+    Raises:
+        EngineError: names engine and temperature.
+    """
+    if sampling.temperature != 1.0:
+        raise EngineError(
+            f"{engine} scores given tokens at temperature 1 only; sampling.temperature is {sampling.temperature}"
+        )
 
 
 def _create(path: Path, dtype: str, max_length: int) -> Any:
@@ -230,37 +233,52 @@ def _create(path: Path, dtype: str, max_length: int) -> Any:
         raise EngineError(
             f"rollout.engine vllm: vLLM is not installed ({error}); install the extra rar-lib[vllm]"
         ) from None
-    settings = {
-        "enable_prefix_caching": False,
-        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
-        "num_gpu_blocks_override": KV_BLOCKS,
-    }
-    plan = plan_engine(vllm.__version__, path, settings)
+    arguments = engine_arguments(vllm.__version__, path, dtype, max_length)
     try:
-        return vllm.LLM(
-            model=str(path),
-            dtype=dtype,
-            enforce_eager=True,
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",  # no sampling defaults or end tokens of the checkpoint behind our back
-            kv_cache_memory_bytes=KV_BYTES,
-            max_model_len=max_length,
-            max_num_seqs=MAX_SEQUENCES,
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            **{**settings, **plan.arguments},
-        )
+        return vllm.LLM(model=str(path), disable_log_stats=True, use_tqdm_on_load=False, **arguments)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise EngineError(
             f"rollout.engine vllm: vLLM {vllm.__version__} cannot be started with capture of routed experts: {error}"
         ) from error
 
 
-def _reload(worker: Any, weights: list[tuple[str, torch.Tensor]]) -> None:
+def engine_arguments(version: str, path: Path, dtype: str, max_length: int) -> dict[str, Any]:
+    """Engine arguments by vLLM's names, for an engine in process and for a server alike.
+
+    Raises:
+        EngineError: if this version cannot capture the routes of this checkpoint.
+    """
+    settings = {
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+        "num_gpu_blocks_override": KV_BLOCKS,
+    }
+    plan = plan_engine(version, path, settings)
+    return {
+        "dtype": dtype,
+        "enforce_eager": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # no sampling defaults or end tokens of the checkpoint behind our back
+        "kv_cache_memory_bytes": KV_BYTES,
+        "max_model_len": max_length,
+        "max_num_seqs": MAX_SEQUENCES,
+        **settings,
+        **plan.arguments,
+    }
+
+
+def longest_sequence(path: Path) -> int:
+    """Tokens of prompt and response at most: what the model takes, prefilled in one piece."""
+    return min(int(load_model_config(path).max_position_embeddings), MAX_BATCHED_TOKENS)
+
+
+def reload_weights(worker: Any, weights: list[tuple[str, torch.Tensor]]) -> None:
+    """In a vLLM worker: load named weights over the present ones."""
     worker.model_runner.reload_weights(weights_iterator=iter(weights))
 
 
-def _pack_experts(worker: Any) -> None:
+def pack_experts(worker: Any) -> None:
+    """In a vLLM worker: pack the expert weights as loading from disk does."""
     if not torch.cuda.is_available():  # only the CPU kernels keep packed expert weights
         for module in worker.model_runner.get_model().modules():
             if hasattr(module, "w13_weight"):

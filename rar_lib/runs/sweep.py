@@ -37,7 +37,7 @@ from rar_lib.runs.store import RUNS_DIR
 
 logger = logging.getLogger("rar")
 # What a kernel takes beside the parts that the estimate counts: interpreter, libraries and kernels' caches (benchmarks/sweep.py).
-LIBRARIES = {"hf": 1_500_000_000, "vllm": 1_700_000_000}
+LIBRARIES = {"hf": 1_500_000_000, "vllm": 1_700_000_000, "vllm_server": 3_000_000_000}  # its two processes included
 NUMBERS = ("reward_first", "reward_last", "evaluation_last", "k3_rollout_old", "extreme_fraction_tau2", "router_flip", "collapsed_at",
            "diverged")  # fmt: skip
 

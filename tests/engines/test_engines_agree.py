@@ -172,7 +172,7 @@ def test_without_the_repack_the_adapter_refuses(
     start = list(HFTrainer(checkpoint, config.trainer, config.algorithm).weights())
     rollout.check_sync(start)
     good = rollout.rescore(sampled.batch, CONFIG.rollout.sampling)
-    monkeypatch.setattr(vllm_rollout, "_pack_experts", lambda worker: None)
+    monkeypatch.setattr(vllm_rollout, "pack_experts", lambda worker: None)
     with pytest.raises(EngineError, match="packing of the experts"):
         rollout.check_sync(start)
     broken = rollout.rescore(sampled.batch, CONFIG.rollout.sampling)

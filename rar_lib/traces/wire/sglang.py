@@ -16,7 +16,7 @@ import numpy as np
 
 from rar_lib.errors import TraceError, UndecidedError
 from rar_lib.traces.wire.content import Content, Reader
-from rar_lib.traces.wire.dump import Dump, Sample, field_of, numbers
+from rar_lib.traces.wire.dump import Dump, ReadOptions, Sample, field_of, numbers
 from rar_lib.traces.wire.files import as_array, decode_base64
 from rar_lib.traces.wire.outputs import answer_logprobs, choices, response_fields, sized, start_of, token_ids
 from rar_lib.traces.wire.segments import join_interrupted
@@ -24,9 +24,12 @@ from rar_lib.traces.wire.segments import join_interrupted
 DTYPES = ("int32", "uint16", "uint8")
 
 
-def _answers(content: Content) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+Records = list[tuple[str, dict[str, Any]]]
+
+
+def _answers(records: Records) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     """Place, request and answer of every `/generate` answer."""
-    for where, record in content.records:
+    for where, record in records:
         response = record.get("response", record)
         several = response if isinstance(response, list) else [response]
         for i, answer in enumerate(several):
@@ -45,7 +48,7 @@ def _ext(choice: Any) -> Mapping[str, Any]:
 def claims(content: Content) -> str | None:
     if content.kind not in ("json", "jsonl"):
         return None
-    for _, _, answer in _answers(content):
+    for _, _, answer in _answers(content.records):
         if isinstance(answer["meta_info"].get("routed_experts"), str):
             return "meta_info.routed_experts is a string"
     for choice in choices(content.records):
@@ -55,8 +58,22 @@ def claims(content: Content) -> str | None:
 
 
 def read(content: Content) -> Dump:
+    return from_answers(content.records, str(content.path), content.options)
+
+
+def from_answers(records: Records, path: str, options: ReadOptions) -> Dump:
+    """Answers of a server, with the request beside each or without.
+
+    Args:
+        records: place and answer.
+        path: a name to show: the file, or the server.
+        options: with the model's shape, which no answer says.
+
+    Raises:
+        TraceError: if tokens cannot be told, or the bytes are no whole rows of the model.
+    """
     samples, stopped, layouts = [], [], set()
-    for where, request, answer in _answers(content):
+    for where, request, answer in _answers(records):
         meta = answer["meta_info"]
         reason = meta.get("finish_reason")
         stopped.append(isinstance(reason, Mapping) and reason.get("type") == "abort")
@@ -74,7 +91,7 @@ def read(content: Content) -> Dump:
         logp = (
             None if logprobs is None else numbers(f"{where}: output_token_logprobs", [entry[0] for entry in logprobs])
         )
-        experts, first, layout = _routes(where, content, meta, request, tokens)
+        experts, first, layout = _routes(where, options, meta, request, tokens)
         layouts.add(layout)
         more = response_fields(tokens, prompt, logp, where)
         versions = _versions(where, meta, tokens, prompt)
@@ -90,28 +107,28 @@ def read(content: Content) -> Dump:
                 **more,
             )
         )
-    for choice in choices(content.records):
+    for choice in choices(records):
         where = choice.where
         ids, prompt = token_ids(where, choice.get("prompt_token_ids"), choice.get("token_ids"))
         tokens, prompt = sized(choice, ids, prompt)
-        experts, first, layout = _routes(where, content, _ext(choice), choice.request, tokens)
+        experts, first, layout = _routes(where, options, _ext(choice), choice.request, tokens)
         layouts.add(layout)
         more = response_fields(tokens, prompt, answer_logprobs(where, choice.choice), where)
         samples.append(Sample(where, tokens, experts, first, token_ids=ids, **more))
         stopped.append(choice.choice.get("finish_reason") == "abort")
     joined, notes = join_interrupted(samples, stopped)
-    return Dump("sglang", "; ".join(sorted(layouts)), str(content.path), joined, "all", content_sized=True, notes=notes)
+    return Dump("sglang", "; ".join(sorted(layouts)), path, joined, "all", content_sized=True, notes=notes)
 
 
 def _routes(
-    where: str, content: Content, meta: Mapping[str, Any], request: Mapping[str, Any], tokens: int
+    where: str, options: ReadOptions, meta: Mapping[str, Any], request: Mapping[str, Any], tokens: int
 ) -> tuple[np.ndarray | None, int, str]:
     """Rows, the token of the first, and the layout in words."""
     text = meta.get("routed_experts")
     if text is None:
         return None, 0, "no routes"
-    model = content.options.model
-    layers = len(content.options.payload_layers or ()) or (model.num_layers if model else None)
+    model = options.model
+    layers = len(options.payload_layers or ()) or (model.num_layers if model else None)
     if model is None or layers is None:
         raise UndecidedError(
             f"{where}: SGLang sends routes without a shape; give the model's config (--model), which says layers and experts per "

@@ -45,8 +45,21 @@ def claims_http(content: Content) -> str | None:
 
 
 def read_http(content: Content) -> Dump:
+    return from_answers(content.records, str(content.path))
+
+
+def from_answers(records: list[tuple[str, dict[str, Any]]], path: str) -> Dump:
+    """Answers of a server, with the request beside each or without.
+
+    Args:
+        records: place and answer.
+        path: a name to show: the file, or the server.
+
+    Raises:
+        TraceError: if tokens cannot be told, or routes are no `.npy` stream of integers.
+    """
     samples, stopped, layouts = [], [], set()
-    for choice in choices(content.records):
+    for choice in choices(records):
         where = choice.where
         ids, prompt = token_ids(where, choice.get("prompt_token_ids"), choice.get("token_ids"))
         tokens, prompt = sized(choice, ids, prompt)
@@ -71,7 +84,7 @@ def read_http(content: Content) -> Dump:
     return Dump(
         "vllm-http",
         "; ".join(sorted(layouts)) or "no routes",
-        str(content.path),
+        path,
         joined,
         "moe" if moe else "all",
         notes=notes,
