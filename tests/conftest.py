@@ -77,9 +77,11 @@ def task() -> Task:
     return Task(TaskConfig())
 
 
-def sample(rollout: Any, tokenizer: Any, task: Task, n: int = 32, group: int = 4, seed: int = 3) -> Sampled:
-    """n problems, `group` samples each."""
-    problems = [task.problem(i) for i in range(n) for _ in range(group)]
+def sample(
+    rollout: Any, tokenizer: Any, task: Task, n: int = 32, group: int = 4, seed: int = 3, start: int = 0
+) -> Sampled:
+    """n problems from the `start`-th, `group` samples each."""
+    problems = [task.problem(start + i) for i in range(n) for _ in range(group)]
     prompts = [tokenizer(p.prompt)["input_ids"] for p in problems]
     uids = [f"{p.uid}/{i % group}" for i, p in enumerate(problems)]
     result = rollout.generate(prompts, JobConfig().rollout.sampling, uids, seed)

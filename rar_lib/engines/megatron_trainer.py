@@ -364,7 +364,10 @@ class MegatronTrainer:
 
     def whole(self, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Something of every parameter (itself, its gradient) as whole tensors in Hugging Face names, on the first process."""
-        shards = self.ranks.gather(list(hf_shards(self.chunks, value)))
+        mine = list(hf_shards(self.chunks, value))
+        if self.ranks.size > 1:  # a view would travel with all of the buffer that it is cut from
+            mine = [replace(shard, tensor=shard.tensor.clone()) for shard in mine]
+        shards = self.ranks.gather(mine)
         if shards is not None:
             yield from put_together(shard for one in shards for shard in one)
 
