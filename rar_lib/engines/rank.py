@@ -22,6 +22,7 @@ import torch
 from rar_lib.child import end_with_parent
 from rar_lib.config import AlgorithmConfig, TrainerConfig
 from rar_lib.engines.base import Trainer
+from rar_lib.errors import EngineError
 
 FOLDER, KEY = "RAR_RANKS_FOLDER", "RAR_RANKS_KEY"
 PATIENCE = datetime.timedelta(days=30)  # between two calls the driver may sample for as long as it likes
@@ -44,7 +45,8 @@ def perform(
     """The trainer afterwards, and what the call returned."""
     if name == "build":
         return build(*args, **kwargs), None
-    assert trainer is not None
+    if trainer is None:
+        raise EngineError(f"{name}: no trainer was built")
     result = getattr(trainer, name)(*args, **kwargs)
     return trainer, list(result) if name == "weights" else result
 
@@ -75,6 +77,8 @@ def main() -> None:
         if name == "close":
             break
         error, result = None, None
+        if name == "build":  # the new one's process groups take the place of the old one's
+            trainer = None
         try:
             trainer, result = perform(trainer, name, args, kwargs)
         except Exception as caught:

@@ -11,25 +11,21 @@ leave it on 127.0.0.1, or on a network that you trust.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import runpy
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+from rar_lib.child import end_with_parent
+
 PARENT = "RAR_SERVER_PARENT"  # process id of the session that started the server and ends with it
 
 
-def end_with_the_parent() -> None:
-    """Where a session started this server: be killed when the parent process ends (Linux: PR_SET_PDEATHSIG)."""
-    if PARENT not in os.environ:
-        return
-    try:
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
-    except (OSError, AttributeError):  # another system: the session's own end stops the server
-        return
+def end_with_the_session() -> None:
+    """Where a session started this server, end with it."""
+    if PARENT in os.environ:
+        end_with_parent()
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
@@ -58,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", choices=get_args(DType), default="bfloat16")
     own, others = parser.parse_known_args(words)
-    end_with_the_parent()
+    end_with_the_session()
     if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
         sys.exit("the process that started this server is gone")
     for name, value in {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}.items():

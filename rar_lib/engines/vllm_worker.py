@@ -19,7 +19,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 
 from rar_lib.engines.vllm_rollout import pack_experts, reload_weights
-from rar_lib.engines.vllm_serve import end_with_the_parent
+from rar_lib.engines.vllm_serve import end_with_the_session
 
 WAVE = "rar_wave"  # key of a request's vllm_xargs: "<name of the wave>/<its requests>"
 
@@ -107,7 +107,7 @@ class WaveScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        end_with_the_parent()  # the engine is a child of the server, which may be killed
+        end_with_the_session()  # the engine is a child of the server, which may be killed
         self._wave, self._arrived = "", 0
 
     def add_request(self, request: Any) -> None:

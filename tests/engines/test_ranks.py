@@ -1,0 +1,228 @@
+"""Ranks in processes of their own: runs, errors with the rank, a rank killed in mid-step, and state that moves between layouts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import pytest
+import torch
+
+from rar_lib.config import JobConfig
+from rar_lib.engines import remote_trainer
+from rar_lib.engines.base import Replay
+from rar_lib.engines.hf_trainer import HFTrainer
+from rar_lib.engines.megatron_trainer import MegatronTrainer
+from rar_lib.engines.remote_trainer import RankGroup, RemoteTrainer
+from rar_lib.engines.session import EngineSession
+from rar_lib.errors import DivergedError, EngineError, ReplayError
+from rar_lib.job import run_job
+from rar_lib.rl.learning import Lesson
+from tests.conftest import Sampled
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = [
+    "rollout.engine=hf", "trainer.processes=2", "trainer.micro_batch_size=16", "steps=3", "checkpoint_every=1",
+    "algorithm.prompts_per_step=8", "algorithm.group_size=4", "algorithm.updates_per_batch=2", "evaluation.prompts=8",
+    "diagnostics.probe_sequences=4",
+]  # fmt: skip
+
+
+def config(*overrides: str) -> JobConfig:
+    return JobConfig.build({}, ["trainer.processes=2", "trainer.micro_batch_size=32", *overrides])
+
+
+def ranks_of(group: RankGroup) -> dict[int, psutil.Process]:
+    children = psutil.Process(group._launcher.pid).children(recursive=True)
+    return {int(p.environ()["RANK"]): p for p in children if "RANK" in p.environ()}
+
+
+class Failing:
+    """An objective that one rank cannot compute, and which the others then wait for."""
+
+    def __init__(self, rank: int | None, error: type[Exception] = ValueError) -> None:
+        self.rank, self.error = rank, error
+
+    def __call__(self, logp: torch.Tensor, rows: torch.Tensor, scores: Any = None) -> Any:
+        if self.rank is None or os.environ["RANK"] == str(self.rank):
+            raise self.error("no loss today")
+        return -logp, {}
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[RankGroup]:
+    made = RankGroup(2)
+    yield made
+    folder = made.folder
+    made.close()
+    assert not folder.exists()  # nothing failed, so nothing is left
+
+
+@pytest.fixture
+def trainer(group: RankGroup, checkpoint: Path) -> RemoteTrainer:
+    one = config("trainer.expert_parallel=2")
+    return RemoteTrainer(group, checkpoint, one.trainer, one.algorithm)
+
+
+def test_what_all_ranks_raise_is_raised_as_it_is_and_the_group_goes_on(
+    trainer: RemoteTrainer, checkpoint: Path, sampled: Sampled
+) -> None:
+    before = trainer.logprobs(sampled.batch, temperature=1.0).logprobs
+    half = sampled.result.trace.select([0, 1])
+    with pytest.raises(ReplayError, match=r"^the batch has 128 sequences, the trace to replay 2$"):
+        trainer.logprobs(sampled.batch, temperature=1.0, replay=Replay.full(half))
+    with pytest.raises(DivergedError, match=r"^no loss today$"):
+        trainer.update(sampled.batch, Failing(None, DivergedError), temperature=1.0)
+    assert torch.equal(trainer.logprobs(sampled.batch, temperature=1.0).logprobs, before)
+    other = config("trainer.pipeline_parallel=2", "trainer.virtual_pipeline=3")
+    with pytest.raises(
+        EngineError, match=r"^trainer: pipeline_parallel x virtual_pipeline 6 must divide num_hidden_layers, found 4$"
+    ):
+        RemoteTrainer(trainer._group, checkpoint, other.trainer, other.algorithm)
+    with pytest.raises(
+        EngineError, match=r"^logprobs: no trainer was built$"
+    ):  # the one before went with its process groups
+        trainer.logprobs(sampled.batch, temperature=1.0)
+
+
+@pytest.mark.parametrize("engine", ["megatron", "hf"])
+def test_state_moves_between_layouts_and_to_one_process(
+    group: RankGroup, checkpoint: Path, sampled: Sampled, tmp_path: Path, engine: str
+) -> None:
+    """Stop under EP = 2 (FSDP2), go on under PP = 2 (one process): weights bit by bit, the next step up to float summation."""
+    batch, mask = sampled.batch, sampled.batch.response_mask
+    first = config(f"trainer.engine={engine}", *(["trainer.expert_parallel=2"] if engine == "megatron" else []))
+    trainer: Any = RemoteTrainer(group, checkpoint, first.trainer, first.algorithm)
+    old = trainer.logprobs(batch, temperature=1.0).logprobs
+    lesson = Lesson(first.algorithm, sampled.mu, old, torch.linspace(-1, 1, len(batch)), mask)
+    objective = lesson.objective(torch.arange(len(batch)))
+    for _ in range(2):
+        trainer.update(batch, objective, temperature=1.0)
+    trainer.save(tmp_path)
+    saved = dict(trainer.weights())
+    went_on = trainer.update(batch, objective, temperature=1.0).grad_norm, dict(trainer.weights())
+    assert sorted(f.name for f in tmp_path.iterdir()) == [f"trainer-0000{i}-of-00002.safetensors" for i in (1, 2)]
+
+    alone = JobConfig.build({}, [f"trainer.engine={engine}", "trainer.micro_batch_size=32"])
+    single = {"megatron": MegatronTrainer, "hf": HFTrainer}[engine](checkpoint, alone.trainer, alone.algorithm)
+    other = config("trainer.pipeline_parallel=2") if engine == "megatron" else first
+    readers: list[Any] = [single, RemoteTrainer(group, checkpoint, other.trainer, other.algorithm)]
+    for reader in readers:
+        reader.load(tmp_path)
+        for name, tensor in reader.weights():
+            assert torch.equal(tensor, saved[name]), name
+        norm = reader.update(batch, objective, temperature=1.0).grad_norm
+        assert norm == pytest.approx(went_on[0], rel=1e-4)
+        for name, tensor in reader.weights():
+            assert float((tensor - went_on[1][name]).abs().max()) < 2e-6, name
+    (tmp_path / "trainer-00002-of-00002.safetensors").unlink()
+    with pytest.raises(
+        EngineError, match=r"expected the 2 files of a trainer's state, found \['trainer-00001-of-00002"
+    ):
+        single.load(tmp_path)
+
+
+def test_a_rank_that_fails_alone_is_named_with_its_log(
+    checkpoint: Path, sampled: Sampled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_trainer, "GRACE", 3.0)
+    group = RankGroup(2)
+    one = config()
+    trainer = RemoteTrainer(group, checkpoint, one.trainer, one.algorithm)
+    processes = ranks_of(group)
+    with pytest.raises(EngineError, match=r"rank 1 of 2: ValueError: no loss today \(log: .*stderr\.log\)") as caught:
+        trainer.update(sampled.batch, Failing(1), temperature=1.0)
+    log = Path(str(caught.value).rpartition("log: ")[2].rstrip(")"))
+    assert "ValueError: no loss today" in log.read_text()
+    assert not group.alive
+    psutil.wait_procs(processes.values(), timeout=20)
+    assert not any(p.is_running() for p in processes.values())
+
+
+def test_a_run_whose_rank_is_killed_in_mid_step_resumes_to_the_same_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JobConfig.build({}, [*RUN, "trainer.expert_parallel=2"])
+    call, updates = RankGroup.call, 0
+    killed: dict[int, psutil.Process] = {}
+
+    def counted(self: RankGroup, name: str, *args: Any, **kwargs: Any) -> Any:
+        nonlocal updates
+        if name == "update":
+            updates += 1
+            if updates == 4:  # the second of the second step
+                killed.update(ranks_of(self))
+                os.kill(killed[1].pid, signal.SIGKILL)
+        return call(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(RankGroup, "call", counted)
+    with EngineSession() as session:
+        with pytest.raises(
+            EngineError, match=r"rank 1 of 2 \(process \d+\) was ended by signal 9 \(SIGKILL\); the other ranks"
+        ):
+            run_job(job, session, runs_dir=tmp_path / "killed", show="off")
+        psutil.wait_procs(killed.values(), timeout=20)
+        assert not any(p.is_running() for p in killed.values())
+        (run,) = [p for p in (tmp_path / "killed").iterdir() if p.is_dir()]
+        assert not (run / "summary.json").exists()
+        assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000001"]
+        resumed = run_job(job, session, runs_dir=tmp_path / "killed", show="off")
+        whole = run_job(job, session, runs_dir=tmp_path / "whole", show="off")
+    tables = [r.metrics.drop(columns=[c for c in r.metrics if c.startswith("time/")]) for r in (resumed, whole)]
+    pd.testing.assert_frame_equal(*tables, check_exact=True)
+
+
+def test_a_run_on_several_processes_is_the_run_on_one(tmp_path: Path) -> None:
+    """The rollout and its tokens are the same until weights have moved; so is all that was measured on them."""
+    first = [
+        run_job(JobConfig.build({}, [*RUN, *more]), runs_dir=tmp_path, show="off").metrics.iloc[0]
+        for more in (["trainer.processes=1"], ["trainer.pipeline_parallel=2"])
+    ]
+    for name in (
+        "reward/mean",
+        "mismatch/rollout_old/k3",
+        "update/grad_norm",
+        "agreement/router_flip",
+        "replay/coverage",
+    ):
+        if name in first[0]:
+            assert first[1][name] == pytest.approx(first[0][name], rel=2e-3), name
+    assert first[0]["mismatch/rollout_old/k3"] > 0
+
+
+DRIVER = """
+import time
+from rar_lib.engines.remote_trainer import RankGroup
+group = RankGroup(2)
+print(group._launcher.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_ranks_end_with_the_process_that_drives_them() -> None:
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    assert driver.stdout is not None
+    launcher = psutil.Process(int(driver.stdout.readline()))
+    processes = [launcher, *launcher.children(recursive=True)]
+    assert len(processes) >= 3
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    until = time.monotonic() + 30
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        assert time.monotonic() < until, [p.cmdline() for p in processes if p.is_running()]
+        time.sleep(0.2)
+
+
+def test_ranks_that_do_not_come_up_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(EngineError, match=r"rank \d of 2 .* ended with status 1.*log: "):
+        RankGroup(2)
