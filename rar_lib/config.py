@@ -517,6 +517,8 @@ def _to(key: str) -> Any:
 FLAT_NAMES: dict[str, Any] = {
     "policy": _arm,
     "engine": _engine,
+    "rollout_engine": _to("rollout.engine"),
+    "trainer_engine": _to("trainer.engine"),
     "routes": _to("router_replay.policy"),
     "unit": _to("router_replay.unit"),
     "budget": lambda value: {"router_replay.budget": None if value == "" else value},

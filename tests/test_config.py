@@ -95,11 +95,21 @@ def test_every_flat_name_reaches_a_field() -> None:
     values |= {"trainer_dtype": "bfloat16", "routes": "uniform", "unit": "slot", "score": "swap"}
     values |= {"objective": "gspo", "anchor": "rollout", "corrections": "opsm", "gates": "recorded"}
     values |= {"freeze_router": True, "zero_mismatch": True}
+    values |= {
+        "trainer_engine": "megatron",
+        "rollout_engine": "vllm_server",
+        "dispatcher": "alltoall",
+        "recompute": True,
+    }
+    together = {  # of a layout, with what they need
+        name: {"trainer_engine": "megatron", "processes": 16}
+        for name in ("processes", "tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
+    }
     numbers = dict.fromkeys(("router_noise", "temperature", "clip_low", "clip_high", "lr"), 0.5)
     given: dict[str, Any] = values | numbers | {n: 16 for n in FLAT_NAMES if n not in values and n not in numbers}
     hf = JobConfig.from_flat(engine="hf")
     for name, value in given.items():
-        single = {"engine": "hf", name: value}
+        single = {"engine": "hf", **together.get(name, {}), name: value}
         if name == "task":
             single[name] = "basic_arithmetic"
         assert JobConfig.from_flat(**single) != (JobConfig() if name == "engine" else hf), name

@@ -33,6 +33,7 @@ LAYERS = [
         "gate_swap",
         "estimate",
         "reproduce",
+        "scale_out",
         "export",
         "plan_export",
     },

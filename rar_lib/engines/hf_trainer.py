@@ -215,6 +215,7 @@ def _shard(model: Any, processes: int) -> None:
     mesh = init_device_mesh(device, (processes,))
     base = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     for part in (*base.layers, model):
-        fully_shard(part, mesh=mesh)
+        # The root too: after a pass without backward it would stay whole, and hide its shards from the optimizer's state.
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
         part.set_gradient_divide_factor(1.0)  # the loss is already a share of the whole batch's token mean
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other

@@ -1,5 +1,6 @@
 """How to show: a tidy table in, a Figure out; one colour and marker a policy everywhere."""
 
+from rar_lib.figures.costs import route_costs
 from rar_lib.figures.depth import layers_per_token
 from rar_lib.figures.differences import differences_by_policy
 from rar_lib.figures.drift import routing_drift
@@ -36,6 +37,7 @@ __all__ = [
     "mismatch_by_step",
     "most_different",
     "reward_by_step",
+    "route_costs",
     "route_strip",
     "routing_drift",
     "save_figure",

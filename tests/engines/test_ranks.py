@@ -106,6 +106,7 @@ def test_state_moves_between_layouts_and_to_one_process(
     objective = lesson.objective(torch.arange(len(batch)))
     for _ in range(2):
         trainer.update(batch, objective, temperature=1.0)
+    trainer.logprobs(batch, temperature=1.0)  # a pass without backward, as a run has it before a checkpoint
     trainer.save(tmp_path)
     saved = dict(trainer.weights())
     went_on = trainer.update(batch, objective, temperature=1.0).grad_norm, dict(trainer.weights())

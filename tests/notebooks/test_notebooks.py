@@ -96,6 +96,7 @@ OWN_PARAMETERS = {
     "04_budget_frontier": {"rollouts", "budgets", "runs_dir", "out_dir"},
     "05_routing_shift": {"runs_dir", "out_dir"},
     "07_policies": {"runs_dir", "out_dir"},
+    "09_scale_out": {"layouts", "batch_sequences", "batch_length", "runs_dir", "out_dir"},
     "08_compare_runs": {"sources", "baseline", "runs_dir", "out_dir"},
     "06_route_doctor": {
         "dump",
@@ -152,6 +153,18 @@ def test_mismatch_through_papermill(tmp_path: Path) -> None:
         "route_strip",
     ):
         assert (tmp_path / "02_mismatch" / f"{name}.svg").exists()
+
+
+def test_scale_out_through_papermill(tmp_path: Path) -> None:
+    """Two layouts at the smallest size; `make test` runs the notebook itself with all of its own."""
+    layouts = {"layouts": "1 process, PP 2", "unit": "slot", "routes": "margin", "budget": "1/4", "recompute": True}
+    done = smoke("09_scale_out", tmp_path, {**layouts, "steps": None, "checkpoint_every": None})
+    assert images(done) == 1
+    table = pd.read_csv(tmp_path / "09_scale_out" / "layouts.csv", index_col="layout")
+    assert (table["largest |Δ log-prob|"] < 1e-4).all()
+    assert (table["routes differ"] == 0).all()
+    assert (table["executed = resolved"] == 1).all()
+    assert table["planned"].nunique() == 1
 
 
 def test_routing_shift_through_papermill(tmp_path: Path) -> None:
