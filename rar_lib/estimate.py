@@ -91,10 +91,12 @@ def estimate(
     Planner(config.router_replay)  # what does not go together is refused before anything is started
     path = resolve_checkpoint(config.model.path)
     model, header = load_model_config(path), router_header(path)
-    parameters = 0
+    sizes: dict[str, int] = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            parameters += sum(int(np.prod(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
+            sizes |= {name: int(np.prod(tensors.get_slice(name).get_shape())) for name in tensors.keys()}  # noqa: SIM118
+    parameters, held = sum(sizes.values()), _held(config, sizes)
+    spread = "" if config.trainer.processes == 1 else f", of all {config.trainer.processes} processes together"
     samples = config.algorithm.prompts_per_step * config.algorithm.group_size
     measured: dict[str, Any] = {}
     if measure:
@@ -115,15 +117,22 @@ def estimate(
     )  # fp32 masters beside bf16 weights
     master = 6 if both else 4
     rows = [
-        ("trainer weights", parameters * master, f"{parameters:,} parameters"),
-        ("gradients", parameters * 4, "fp32"),
-        ("AdamW moments", parameters * 8, "two in fp32"),
+        ("trainer weights", held * master, f"{parameters:,} parameters{spread}"),
+        ("gradients", held * 4, f"fp32{spread}"),
+        ("AdamW moments", held * 8, f"two in fp32{spread}"),
         ("rollout weights", parameters * BYTES[config.rollout.dtype], config.rollout.dtype),
         ("KV cache", int(samples * length * kv), "all samples of a step at once" + (" (vLLM reserves its own)" if config.rollout.engine in ("vllm", "vllm_server") else "")),
         ("routes of a step", int(cells * (2 * route + 4 + scores)), "rollout and native, with margins" + (" and scores" if scores else "")),
     ]  # fmt: skip
     if "activations" in measured:
-        rows.append(("activations", measured["activations"], f"of {measured['rows']} sequences, counted"))
+        groups = config.trainer.data_parallel
+        rows.append(
+            (
+                "activations",
+                measured["activations"] * groups,
+                f"of {measured['rows']} sequences, counted in one process{spread}",
+            )
+        )
     every = config.diagnostics.save_traces_every
     saved = (
         len({0, config.steps - 1, *(range(0, config.steps, every) if every else ())})
@@ -136,6 +145,32 @@ def estimate(
     seconds = pd.DataFrame(measured.get("seconds", []), columns=["part", "a_step", "in_all"])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if measure else None
     return Estimate(pd.DataFrame(rows, columns=["part", "bytes", "how"]), disk, seconds, peak)
+
+
+def alone(config: JobConfig) -> JobConfig:
+    """The same run with its trainer in one process."""
+    ones = dict.fromkeys(
+        (
+            "processes",
+            "tensor_parallel",
+            "pipeline_parallel",
+            "virtual_pipeline",
+            "expert_parallel",
+            "expert_tensor_parallel",
+        ),
+        1,
+    )
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=ones)})
+
+
+def _held(config: JobConfig, sizes: dict[str, int]) -> int:
+    """Parameters that all processes hold together: FSDP2 has one copy, Megatron one for each data-parallel rank, of experts and of the rest."""
+    layout = config.trainer
+    if layout.engine == "hf":
+        return sum(sizes.values())
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    copies = layout.processes // (layout.pipeline_parallel * layout.expert_parallel * layout.expert_tensor_parallel)
+    return (sum(sizes.values()) - experts) * layout.data_parallel + experts * copies
 
 
 def _measure(config: JobConfig, session: EngineSession, wanted: int) -> dict[str, Any]:
@@ -198,7 +233,10 @@ def _measure(config: JobConfig, session: EngineSession, wanted: int) -> dict[str
         config.trainer.micro_batch_size,
         algorithm.prompts_per_step * algorithm.group_size // algorithm.updates_per_batch,
     )
-    activations = _activations(trainer, batch, rows, temperature)
+    counted = (
+        trainer if config.trainer.processes == 1 else session.trainer(alone(config), path)
+    )  # ranks do not show theirs
+    activations = _activations(counted, batch, rows, temperature)
     clocked("updates", updates)
     clocked("sync", lambda: rollout.load_weights(trainer.weights(), 1), 1 / scale)
     seconds = [{"part": "opening the engines", "a_step": 0.0, "in_all": opening}]

@@ -50,6 +50,8 @@ class RankGroup:
     """
 
     def __init__(self, processes: int) -> None:
+        if torch.cuda.is_available() and torch.cuda.device_count() < processes:
+            raise EngineError(f"trainer.processes {processes}: expected a GPU each, found {torch.cuda.device_count()}")
         self.processes = processes
         self.folder = Path(tempfile.mkdtemp(prefix="rar-ranks-"))
         key = secrets.token_bytes(16)

@@ -360,6 +360,19 @@ def test_figures_of_one_of_several_runs_say_which(runs: dict[str, RunResult]) ->
     assert alone[0].get_suptitle() == ""
 
 
+def test_weights_of_a_layout_are_counted_once_a_copy() -> None:
+    """393,216 of the 509,248 parameters are experts: EP 2 has one copy of them and two of the rest, FSDP2 one of all."""
+    weights = {
+        layout: estimate(JobConfig.build({}, [f"trainer.{one}" for one in layout.split(",")]), measure=False).memory["bytes"][0]
+        for layout in ("processes=1", "processes=2", "processes=2,expert_parallel=2", "processes=2,pipeline_parallel=2",
+                       "processes=2,engine=hf", "processes=4,tensor_parallel=2,expert_parallel=2")
+    }  # fmt: skip
+    dense, experts = 4 * 116032, 4 * 393216
+    assert list(weights.values()) == [
+        dense + experts, 2 * (dense + experts), 2 * dense + experts, dense + experts, dense + experts, 2 * dense + 2 * experts
+    ]  # fmt: skip
+
+
 def test_an_estimate_refuses_what_a_run_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rar_lib.engines.session.EngineSession.open", lambda *_: pytest.fail("an engine was opened"))
     with pytest.raises(ConfigError, match="budget"):
