@@ -235,7 +235,7 @@ def build_chunks(path: Path, trainer: TrainerConfig) -> list[Any]:
             if ".local_experts." in name and trainer.expert_tensor_parallel != trainer.tensor_parallel:
                 parameter.allreduce = False  # type: ignore[attr-defined]  # with EP = 1 Megatron would sum their gradients over the wrong group
         chunks.append(chunk)
-    tensors = _CheckpointTensors(path)
+    tensors = CheckpointTensors(path)
     used = load_weights(chunks, tensors.read)
     if trainer.processes == 1 and (left := tensors.names() - used):
         raise EngineError(f"tensors that the Megatron model does not hold: {sorted(left)[:5]}")
@@ -247,7 +247,7 @@ def build_model(path: Path) -> Any:
     return build_chunks(path, TrainerConfig())[0]
 
 
-class _CheckpointTensors:
+class CheckpointTensors:
     """Tensors of a checkpoint folder by name, read when they are asked for."""
 
     def __init__(self, path: Path) -> None:
@@ -259,7 +259,9 @@ class _CheckpointTensors:
             self._files |= dict.fromkeys(opened.keys(), opened)
 
     def names(self) -> set[str]:
+        """Names of all tensors."""
         return set(self._files)
 
     def read(self, name: str) -> torch.Tensor | None:
+        """A tensor, or None if there is none of this name."""
         return self._files[name].get_tensor(name) if name in self._files else None

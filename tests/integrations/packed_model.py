@@ -15,7 +15,8 @@ import torch
 from rar_lib.checkpoint import load_model_config
 from rar_lib.config import TrainerConfig
 from rar_lib.engines.megatron_cpu import quiet
-from rar_lib.engines.megatron_model import _checkpoint_tensors, load_hf_weights, transformer_config
+from rar_lib.engines.megatron_model import CheckpointTensors, transformer_config
+from rar_lib.engines.megatron_weights import load_weights
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "data" / "checkpoints" / "tiny-moe"
 
@@ -74,5 +75,5 @@ def packed_model(config: Any) -> Any:
         max_sequence_length=hf.max_position_embeddings, position_embedding_type="rope",
         rotary_base=hf.rope_parameters["rope_theta"], share_embeddings_and_output_weights=False,
     )  # fmt: skip
-    load_hf_weights(model, _checkpoint_tensors(CHECKPOINT))
+    load_weights([model], CheckpointTensors(CHECKPOINT).read)
     return model

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 
+from rar_lib.config import JobConfig
 from rar_lib.engines.hf_weights import hf_names, load_hf_weights, router_names
 from rar_lib.errors import ConfigError, RunError
 from rar_lib.estimate import estimate
