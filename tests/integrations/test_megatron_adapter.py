@@ -28,7 +28,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", autouse=True)
 def groups() -> Iterator[None]:
     import_megatron()
-    start_parallel_state(1, 1, 1, 1)
+    start_parallel_state()
     yield
     stop_parallel_state()
 

@@ -218,7 +218,7 @@ def padding(name, job):
     return facts
 
 
-start_parallel_state(1, 1, 1, 1)
+start_parallel_state()
 with without_cuda():
     for name, job in jobs["arms"].items():
         try:
