@@ -52,6 +52,7 @@ from rar_lib.prompts import Prompts
 from rar_lib.replay.control import require_gates, require_live, wrong_gates, wrong_routes
 from rar_lib.replay.diagnostics import ReplayDiagnostics
 from rar_lib.replay.modes import MODES
+from rar_lib.replay.plan_file import save_plan
 from rar_lib.rl.advantages import group_advantages
 from rar_lib.rl.learning import Lesson, needs_routers
 from rar_lib.runs.files import write_json
@@ -203,7 +204,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
             facts["diverged"] = f"step {step}, update {len(updates)}: {error}"
             logger.warning("%s diverged at %s", store.path.name, facts["diverged"])
             if diagnose:  # the last batch that was sampled, for whoever wants to know why
-                _save_traces(store, step, batch, sample, scored["none"], probe)
+                _save_traces(store, step, batch, sample, scored["none"], probe, update_replay)
                 store.write_tokens(step, measure.token_table(step, batch, sample, mu, old.logprobs, scored))
             break
         clock.tick("updates")
@@ -235,7 +236,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
             row |= measure.load_row(sample) | ({} if probe is None else probe.step(trainer))
             paired += measure.paired_by_prompt(step, mu, scored, batch, sample)
             if _due(config, step, config.diagnostics.save_traces_every):
-                _save_traces(store, step, batch, sample, scored["none"], probe)
+                _save_traces(store, step, batch, sample, scored["none"], probe, update_replay)
                 store.write_tokens(step, measure.token_table(step, batch, sample, mu, old.logprobs, scored))
         last = step + 1 == config.steps
         if config.evaluation.every and not last and (step + 1) % config.evaluation.every == 0:
@@ -368,8 +369,15 @@ def _due(config: JobConfig, step: int, every: int) -> bool:
 
 
 def _save_traces(
-    store: RunStore, step: int, batch: TokenBatch, sample: RolloutResult, native: LogprobResult, probe: Probe | None
+    store: RunStore,
+    step: int,
+    batch: TokenBatch,
+    sample: RolloutResult,
+    native: LogprobResult,
+    probe: Probe | None,
+    replay: Replay | None,
 ) -> None:
+    """Both sides of a step, and the plan of its updates beside its record, from where `rar export --for` takes it."""
     assert native.trace is not None
     if probe is not None:
         probe.latest.save(store.path / "traces" / f"step-{step:06d}-probe.safetensors")
@@ -378,3 +386,8 @@ def _save_traces(
     logp = np.where(response[inside], native.logprobs[inside], np.nan).astype(np.float32)
     native_trace = replace(native.trace, logprobs=logp)
     native_trace.save(store.path / "traces" / f"step-{step:06d}-native.safetensors")
+    if replay is not None:
+        plan = replay.plan
+        if replay.trace is not sample.trace:  # R2's record is stored with its log-probs, and known by them too
+            plan = replace(plan, trace_digest=native_trace.payload_sha256())
+        save_plan(plan, store.path / "traces" / f"step-{step:06d}-plan.safetensors")

@@ -24,6 +24,7 @@ from rar_lib.errors import ConfigError, EngineError, ReplayError
 from rar_lib.job import run_job
 from rar_lib.replay import Replaying, modes
 from rar_lib.replay.modes import Mode
+from rar_lib.replay.plan_file import find_trace, load_plan
 from rar_lib.runs.result import RunResult
 from rar_lib.runs.store import RunStore
 from rar_lib.traces.trace import RouteTrace
@@ -64,10 +65,18 @@ def test_a_run_folder_holds_what_it_says(runs: dict[str, RunResult]) -> None:
         assert len(run.paired) == 4 * 16
         assert (run.summary["rollout_engine"], run.summary["trainer_engine"]) == ("hf", "hf")
         traces = sorted(p.name for p in (run.path / "traces").iterdir())
-        sides = [f"step-{step:06d}-{side}.safetensors" for step in (0, 3) for side in ("native", "probe", "rollout")]
-        assert traces == ["probe-start.safetensors", *sides]
+        kept = ("native", *(() if arm == "none" else ("plan",)), "probe", "rollout")
+        assert traces == [
+            "probe-start.safetensors",
+            *(f"step-{s:06d}-{side}.safetensors" for s in (0, 3) for side in kept),
+        ]
         for name in traces:
-            RouteTrace.load(run.path / "traces" / name).verify()
+            if not name.endswith("plan.safetensors"):
+                RouteTrace.load(run.path / "traces" / name).verify()
+                continue
+            plan = load_plan(run.path / "traces" / name)
+            plan.require(find_trace(plan, run.path / "traces" / name))  # its record lies beside it
+            assert plan.planned.any()
         environment = json.loads((run.path / "environment.json").read_text())
         assert environment["versions"]["torch"]
 
