@@ -202,3 +202,11 @@ def test_ten_sessions_in_one_process_do_not_grow() -> None:
     assert len(sizes) == 10
     growth = (sizes[-1] - sizes[3]) / 6  # MiB a session, once caches are warm
     assert growth < 8, sizes
+
+
+def test_packed_sequences_are_refused(checkpoint: Path, sampled: Sampled) -> None:
+    """A row a sequence is what replay needs; Megatron's packed forward is named before anything is computed."""
+    trainer = build("megatron", checkpoint)
+    tokens = sampled.batch.tokens
+    with replaying(trainer.model, sampled.result.trace), pytest.raises(ReplayError, match="packed sequences"):
+        trainer.model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=object())

@@ -174,3 +174,12 @@ def test_a_fused_router_is_refused_by_name() -> None:
     router.config.moe_router_fusion = True
     with pytest.raises(ReplayError, match="moe_router_fusion=True cannot be replayed: the fused kernel"):
         type(router)(router.config)
+
+
+def test_context_parallel_is_refused_by_name() -> None:
+    router = build()
+    router.config.context_parallel_size = 2
+    with pytest.raises(
+        ReplayError, match="context_parallel_size=2 cannot be replayed: a process then holds two stretches"
+    ):
+        type(router)(router.config)
