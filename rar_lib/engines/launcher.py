@@ -1,7 +1,8 @@
-"""Starts the ranks of a trainer with torchrun's agent: `python -m rar_lib.engines.launcher FOLDER PROCESSES`.
+"""Starts the ranks of a trainer on this machine with torchrun's agent: `python -m rar_lib.engines.launcher FOLDER PROCESSES`.
 
 The agent watches the ranks, ends all when one fails and knows which failed first; that is written to `failure.json` in the
-folder, beside the ranks' output. On several machines torchrun itself starts `rar_lib.engines.rank` (not run there).
+folder, beside the ranks' output. On several machines RAR_NODES says how many, RAR_ENDPOINT where the first listens (host:port) and
+RAR_NODE which this is: the first is the one where the run is driven from, on each of the others this module is started by hand.
 """
 
 from __future__ import annotations
@@ -10,26 +11,41 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+NODES, NODE, ENDPOINT = "RAR_NODES", "RAR_NODE", "RAR_ENDPOINT"
+
+
+def rendezvous() -> dict[str, Any]:
+    """How the agents of all machines find each other, as torch's LaunchConfig takes it."""
+    nodes = int(os.environ.get(NODES, "1"))
+    if nodes == 1:
+        return {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
+    place = {"rdzv_backend": "static", "rdzv_endpoint": os.environ[ENDPOINT]}
+    return {**place, "rdzv_configs": {"rank": int(os.environ.get(NODE, "0")), "timeout": 900}}
 
 
 def main(folder: Path, processes: int) -> int:
-    """Exit status: 0 if every rank ended by itself."""
+    """Start this machine's share of the processes; exit status 0 if every rank ended by itself."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    nodes = int(os.environ.get(NODES, "1"))
+    if processes % nodes:
+        print(f"{processes} processes do not divide by {nodes} machines ({NODES})", file=sys.stderr)
+        return 2
+    folder.mkdir(parents=True, exist_ok=True)
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=folder.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=processes // nodes,
+        run_id="rar" if nodes > 1 else folder.name,
         max_restarts=0,
         monitor_interval=0.1,
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
+        **rendezvous(),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "rar_lib.engines.rank")
@@ -44,7 +60,8 @@ def main(folder: Path, processes: int) -> int:
 
 
 if __name__ == "__main__":
-    from rar_lib.child import end_with_parent
+    if "RAR_RANKS_FOLDER" in os.environ:  # started by the process that drives the run
+        from rar_lib.child import end_with_parent
 
-    end_with_parent()
+        end_with_parent()
     sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,7 +1,5 @@
 """One rank of a trainer: does what the first rank is told by the process that drives the run.
 
-    torchrun --nproc-per-node N -m rar_lib.engines.rank
-
 The first rank holds the connection to the driver and broadcasts each call to the others, so that all make it together. An
 error is written to a file before anything else, because the other ranks may wait for this one in a collective forever.
 """
@@ -12,6 +10,7 @@ import datetime
 import json
 import os
 import pickle
+import tempfile
 import traceback
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -60,7 +59,8 @@ def main() -> None:
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank = torch.distributed.get_rank()
     calls = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
-    folder = Path(os.environ[FOLDER])
+    # On other machines than the first there is no driver, and errors are read from the logs.
+    folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="rar-rank-"))
     driver = None
     if rank == 0:
         driver = Client(str(folder / "socket"), authkey=bytes.fromhex(os.environ[KEY]))

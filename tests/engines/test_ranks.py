@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -227,3 +228,37 @@ def test_ranks_that_do_not_come_up_are_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(EngineError, match=r"rank \d of 2 .* ended with status 1.*log: "):
         RankGroup(2)
+
+
+def test_two_machines_share_the_ranks(
+    checkpoint: Path, sampled: Sampled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both on this one: the driver starts the first agent, a command the second, with a rank each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    second = {**os.environ, "RAR_NODES": "2", "RAR_NODE": "1", "RAR_ENDPOINT": endpoint, "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "second.log").open("wb") as log:
+        other = subprocess.Popen(
+            [sys.executable, "-m", "rar_lib.engines.launcher", str(tmp_path / "second"), "2"],
+            env=second, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+    monkeypatch.setenv("RAR_NODES", "2")
+    monkeypatch.setenv("RAR_ENDPOINT", endpoint)
+    try:
+        group = RankGroup(2)
+        assert list(ranks_of(group)) == [0]
+        one = config("trainer.expert_parallel=2")
+        trainer = RemoteTrainer(group, checkpoint, one.trainer, one.algorithm)
+        alone = JobConfig.build({}, ["trainer.micro_batch_size=32"])
+        single = MegatronTrainer(checkpoint, alone.trainer, alone.algorithm)
+        gap = (
+            trainer.logprobs(sampled.batch, temperature=1.0).logprobs
+            - single.logprobs(sampled.batch, temperature=1.0).logprobs
+        )
+        assert float(gap.abs().max()) < 1e-5
+        group.close()
+        assert other.wait(30) == 0, (tmp_path / "second.log").read_text()[-2000:]
+    finally:
+        other.kill()
+        other.wait()

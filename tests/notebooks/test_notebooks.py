@@ -157,7 +157,14 @@ def test_mismatch_through_papermill(tmp_path: Path) -> None:
 
 def test_scale_out_through_papermill(tmp_path: Path) -> None:
     """Two layouts at the smallest size; `make test` runs the notebook itself with all of its own."""
-    layouts = {"layouts": "1 process, PP 2", "unit": "slot", "routes": "margin", "budget": "1/4", "recompute": True}
+    layouts = {
+        "layouts": "1 process, FSDP 2",
+        "engine": "hf",
+        "unit": "slot",
+        "routes": "margin",
+        "budget": "1/4",
+        "recompute": True,
+    }
     done = smoke("09_scale_out", tmp_path, {**layouts, "steps": None, "checkpoint_every": None})
     assert images(done) == 1
     table = pd.read_csv(tmp_path / "09_scale_out" / "layouts.csv", index_col="layout")
