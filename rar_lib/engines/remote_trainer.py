@@ -92,6 +92,8 @@ class RankGroup:
             RarError: what the ranks raised, if all raised the same.
             EngineError: if a rank failed alone, or died; names it and its log. The group is then gone.
         """
+        if not self.alive:
+            raise EngineError(f"trainer, {name}: the ranks are gone; open the engines again (logs: {self.folder})")
         try:
             self._connection.send_bytes(pickle.dumps((name, args, kwargs)))
             failed_since = None

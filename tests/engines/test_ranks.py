@@ -28,6 +28,7 @@ from rar_lib.errors import DivergedError, EngineError, ReplayError
 from rar_lib.job import run_job
 from rar_lib.rl.learning import Lesson
 from tests.conftest import Sampled
+from tests.engines.layout_ranks import SIGNALS
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [
@@ -107,7 +108,8 @@ def test_state_moves_between_layouts_and_to_one_process(
     objective = lesson.objective(torch.arange(len(batch)))
     for _ in range(2):
         trainer.update(batch, objective, temperature=1.0)
-    trainer.logprobs(batch, temperature=1.0)  # a pass without backward, as a run has it before a checkpoint
+    for signals in (None, SIGNALS):  # passes without a backward of their own, or only part of one
+        trainer.logprobs(batch, temperature=1.0, capture=True, signals=signals)
     trainer.save(tmp_path)
     saved = dict(trainer.weights())
     went_on = trainer.update(batch, objective, temperature=1.0).grad_norm, dict(trainer.weights())
@@ -145,6 +147,8 @@ def test_a_rank_that_fails_alone_is_named_with_its_log(
     log = Path(str(caught.value).rpartition("log: ")[2].rstrip(")"))
     assert "ValueError: no loss today" in log.read_text()
     assert not group.alive
+    with pytest.raises(EngineError, match=r"trainer, logprobs: the ranks are gone; open the engines again"):
+        trainer.logprobs(sampled.batch, temperature=1.0)
     psutil.wait_procs(processes.values(), timeout=20)
     assert not any(p.is_running() for p in processes.values())
 
