@@ -406,6 +406,16 @@ class JobConfig(_Part):
     checkpoint_every: int = Field(10, ge=0, description="steps between two checkpoints; the last step is always kept")
 
     @model_validator(mode="after")
+    def _routers_in_one_process(self) -> JobConfig:
+        split = (self.trainer.tensor_parallel, self.trainer.pipeline_parallel)
+        if any(one.name == "rspo" for one in self.algorithm.corrections) and split != (1, 1):
+            raise ValueError(
+                "algorithm.corrections rspo looks at the router scores of all layers and tokens, which tensor_parallel "
+                f"{split[0]} and pipeline_parallel {split[1]} spread over processes; use data or expert parallel"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _recorded_gates(self) -> JobConfig:
         engines = (self.rollout.engine, self.trainer.engine)
         if self.router_replay.gates == "recorded" and self.router_replay.unit != "token_layer":

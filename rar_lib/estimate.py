@@ -23,7 +23,7 @@ from safetensors import safe_open
 from rar_lib.checkpoint import load_model_config, load_tokenizer, resolve_checkpoint, router_header, special_tokens
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import Replay, TokenBatch, Trainer
-from rar_lib.engines.session import EngineSession, resolve_engines
+from rar_lib.engines.session import EngineSession, require_fit, resolve_engines
 from rar_lib.job import noise_floor_row
 from rar_lib.measure import rollout_logprobs
 from rar_lib.planner import Planner
@@ -88,8 +88,9 @@ def estimate(
         ConfigError, EngineError: as the run would.
     """
     config = resolve_engines(config, lambda _: None)
-    Planner(config.router_replay)  # what does not go together is refused before anything is started
     path = resolve_checkpoint(config.model.path)
+    # What does not go together is refused before anything is started.
+    require_fit(config, path, Planner(config.router_replay).request(0))
     model, header = load_model_config(path), router_header(path)
     sizes: dict[str, int] = {}
     for file in sorted(path.glob("*.safetensors")):

@@ -7,6 +7,7 @@ other.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -97,7 +98,8 @@ def _flips(a: LogprobResult, b: LogprobResult) -> float | None:
 
 def _both_ends(config: JobConfig, path: Path, checkpoint: Path, session: EngineSession | None) -> tuple[dict, dict]:
     """Named weights of the base checkpoint and of a trainer's checkpoint."""
-    trainer = (session or EngineSession()).trainer(config, path)
-    start = {name: tensor.clone() for name, tensor in trainer.weights()}
-    trainer.load(checkpoint)
-    return start, {name: tensor.clone() for name, tensor in trainer.weights()}
+    with contextlib.nullcontext(session) if session is not None else EngineSession() as engines:
+        trainer = engines.trainer(config, path)
+        start = {name: tensor.clone() for name, tensor in trainer.weights()}
+        trainer.load(checkpoint)
+        return start, {name: tensor.clone() for name, tensor in trainer.weights()}

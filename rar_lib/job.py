@@ -41,7 +41,7 @@ from rar_lib.engines.base import (
     Trainer,
     UpdateResult,
 )
-from rar_lib.engines.session import EngineSession, resolve_engines
+from rar_lib.engines.session import EngineSession, require_fit, resolve_engines
 from rar_lib.errors import DivergedError, EngineError, ReplayError
 from rar_lib.evaluate import evaluate
 from rar_lib.metrics.mismatch import noise_floor
@@ -92,7 +92,8 @@ def run_job(
     """
     config = resolve_engines(config, say)
     path, task = resolve_checkpoint(config.model.path), Task(config.task)
-    Planner(config.router_replay)  # what does not go together is refused before anything is started
+    planner = Planner(config.router_replay)  # what does not go together is refused before anything is started
+    require_fit(config, path, planner.request(0))
     router_header(path)  # a model without replayable routers is refused before anything is started
     digests = {"checkpoint": digest_checkpoint(path), "task": task.digest()}
     store = RunStore(runs_dir or RUNS_DIR, config, digests)

@@ -117,15 +117,21 @@ class TokenBatch:
                 have the same micro-batches; what is missing is filled up with -1.
             multiple: for pipelines, all micro-batches have the same size, and their number in a share is a multiple of this.
         """
-        parts = []
-        for share in self.update_shares():
+        parts, shares = [], self.update_shares()
+        if multiple:  # one size for all: a pipeline receives into buffers of the first
+            size = min(size, max(-(-len(share) // ranks) for share in shares))
+        for share in shares:
             each = -(-len(share) // ranks)
             mine = share[rank * each :][:each]
             if multiple:
-                size = min(size, each)
                 each = -(-each // (size * multiple)) * size * multiple
             parts += torch.cat([mine, mine.new_full((each - len(mine),), -1)]).split(size)
         return parts
+
+    def inputs(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[n, T]` int64, what a forward of these rows is given. A filler, row -1, is token 0 throughout: the same in every pass, since
+        where its tokens go changes how many an expert gets, and so how the others' sums round."""
+        return self.tokens[rows] * (rows >= 0)[:, None]
 
     def scored(self, rows: torch.Tensor) -> torch.Tensor:
         """`[n, T]` bool, response tokens of these rows; none of a filler, row -1."""

@@ -8,6 +8,7 @@ but float summation. Replay covers the forward and, with recomputed activations,
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from rar_lib.engines.hf_experts import HFBlock
 from rar_lib.engines.hf_weights import hf_names, whole
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.ranks import ALONE, Ranks
-from rar_lib.engines.seen import INSIDE_EXPERTS, Seen
+from rar_lib.engines.seen import Seen, not_taken, require_experts
 from rar_lib.engines.slices import MOMENTS, Shard, Slices, require_one_step, save_slices
 from rar_lib.engines.taps import open_taps
 from rar_lib.errors import DivergedError, EngineError
@@ -95,7 +96,7 @@ class HFTrainer:
     ) -> LogprobResult:
         """See `Trainer.logprobs`."""
         require_capture(signals, capture)
-        self._require_experts(signals)
+        require_experts(self.config, signals)
         mine = Seen()
         with (
             torch.set_grad_enabled(signals is not None),
@@ -106,7 +107,7 @@ class HFTrainer:
             for rows in batch.micro_batches(size, self.ranks.rank, self.ranks.size):
                 if forced is not None:
                     forced.focus(rows)
-                logits = self._logits(batch.tokens[rows])
+                logits = self._logits(batch.inputs(rows))
                 logp = response_logprobs(logits, batch.tokens[rows], batch.scored(rows), temperature)
                 mine.scored(rows, logp)
                 if taps is not None:
@@ -125,15 +126,6 @@ class HFTrainer:
         return LogprobResult(
             out, trace, whole_batch.counts, None if taps is None else taps.signals(whole_batch.signals)
         )
-
-    def _require_experts(self, signals: SignalRequest | None) -> None:
-        """Estimators that compute experts again need their weights whole."""
-        wanted = sorted(INSIDE_EXPERTS & set(signals.estimators)) if signals is not None else []
-        if wanted and self.ranks.size > 1:
-            raise EngineError(
-                f"score estimator {', '.join(wanted)} computes experts again and needs them whole in one process; found FSDP2 over "
-                f"{self.ranks.size} processes; estimator gate works on every layout"
-            )
 
     def update(
         self,
@@ -155,7 +147,7 @@ class HFTrainer:
                     forced.focus(rows)
                 elif collector is not None:
                     collector.record.begin()
-                logits = self._logits(batch.tokens[rows])
+                logits = self._logits(batch.inputs(rows))
                 logp = response_logprobs(logits, batch.tokens[rows], batch.scored(rows), temperature)
                 scores = None if collector is None else collector.scores(rows, logp.shape[1])
                 part = mine.learned(batch, objective, rows, logp, scores) / tokens
@@ -166,7 +158,7 @@ class HFTrainer:
         clipped = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.algorithm.max_grad_norm)
         norm, loss = float(whole(clipped)), whole_batch.loss
         if not math.isfinite(norm):
-            raise DivergedError(f"gradient norm is {norm} at a loss of {loss}: the update was not taken")
+            raise DivergedError(not_taken(norm, loss, self.ranks))
         self.optimizer.step()
         return UpdateResult(loss, norm, out, whole_batch.statistics, whole_batch.counts)
 
@@ -209,10 +201,15 @@ def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
+@functools.cache
+def _mesh(processes: int) -> Any:
+    """One a process: it holds a process group."""
+    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (processes,))
+
+
 def _shard(model: Any, processes: int) -> None:
     """FSDP2: each decoder layer is gathered for its forward and backward alone; gradients are summed, not averaged."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(device, (processes,))
+    mesh = _mesh(processes)
     base = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     for part in (*base.layers, model):
         # The root too: after a pass without backward it would stay whole, and hide its shards from the optimizer's state.

@@ -13,6 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rar_lib.child import PARENT, end_with_parent
+
+if __name__ == "__main__" and PARENT in os.environ:  # started by the process that drives the run
+    end_with_parent()
+
 NODES, NODE, ENDPOINT = "RAR_NODES", "RAR_NODE", "RAR_ENDPOINT"
 
 
@@ -36,6 +41,7 @@ def main(folder: Path, processes: int) -> int:
         print(f"{processes} processes do not divide by {nodes} machines ({NODES})", file=sys.stderr)
         return 2
     folder.mkdir(parents=True, exist_ok=True)
+    os.environ[PARENT] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -60,8 +66,4 @@ def main(folder: Path, processes: int) -> int:
 
 
 if __name__ == "__main__":
-    if "RAR_RANKS_FOLDER" in os.environ:  # started by the process that drives the run
-        from rar_lib.child import end_with_parent
-
-        end_with_parent()
     sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

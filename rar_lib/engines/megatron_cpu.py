@@ -147,6 +147,9 @@ def start_parallel_state(config: TrainerConfig | None = None) -> None:
         if present == sizes:
             return
         state.destroy_model_parallel()
+        while _GROUPS:  # Megatron only forgets them, and each holds threads and sockets
+            torch.distributed.destroy_process_group(_GROUPS.pop())
+    before = set(_all_groups())
     with without_cuda():
         state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_parallel,
@@ -156,6 +159,15 @@ def start_parallel_state(config: TrainerConfig | None = None) -> None:
             expert_tensor_parallel_size=config.expert_tensor_parallel,
         )
         core.tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=not torch.cuda.is_available())
+    if world > 1:
+        _GROUPS.extend(group for group in _all_groups() if group not in before)
+
+
+_GROUPS: list[Any] = []  # of the present layout
+
+
+def _all_groups() -> list[Any]:
+    return list(torch.distributed.distributed_c10d._world.pg_map)
 
 
 def stop_parallel_state() -> None:

@@ -27,7 +27,7 @@ from rar_lib.engines.megatron_model import build_chunks
 from rar_lib.engines.megatron_state import load_state, save_state
 from rar_lib.engines.megatron_weights import hf_shards, put_together
 from rar_lib.engines.ranks import Ranks
-from rar_lib.engines.seen import INSIDE_EXPERTS, Seen
+from rar_lib.engines.seen import Seen, not_taken, require_experts
 from rar_lib.engines.taps import Taps, open_taps
 from rar_lib.errors import DivergedError, EngineError, ReplayError
 from rar_lib.replay.force import Replaying
@@ -140,7 +140,6 @@ class MegatronTrainer:
         parts = batch.micro_batches(micro_batch_size, *self._data, multiple)
         width = -(-batch.tokens.shape[1] // tensor) * tensor  # sequence parallel cuts it into equal parts
         device = next(self.model.parameters()).device
-        tokens = torch.nn.functional.pad(batch.tokens, (0, width - batch.tokens.shape[1]))
         hidden = torch.ones(1, 1, width, width, dtype=torch.bool, device=device).triu(1)
         _mend_loss_scale()
 
@@ -149,7 +148,8 @@ class MegatronTrainer:
             watch = watches[next(i for i, chunk in enumerate(self.ddp) if chunk is model)]
             watch.focus(rows, pipeline > 1)
             positions = torch.arange(width, device=device)[None, :].expand(len(rows), width)
-            logits = model(input_ids=tokens[rows].to(device), position_ids=positions, attention_mask=hidden)
+            tokens = torch.nn.functional.pad(batch.inputs(rows), (0, width - batch.tokens.shape[1])).to(device)
+            logits = model(input_ids=tokens, position_ids=positions, attention_mask=hidden)
             seen(watch, rows)
 
             def loss(output: torch.Tensor) -> Any:
@@ -191,7 +191,7 @@ class MegatronTrainer:
             EngineError: for signals that need experts which other processes hold.
         """
         require_capture(signals, capture)
-        self._require_experts(signals)
+        require_experts(self.config, signals)
         mine = Seen()
         staged = signals is not None and self.config.pipeline_parallel > 1  # their gradients cross stages
         with (
@@ -250,17 +250,6 @@ class MegatronTrainer:
                 )
                 watches.append(_Watch(forced, collector, taps))
             yield watches
-
-    def _require_experts(self, signals: SignalRequest | None) -> None:
-        """Estimators that compute experts again need all of them, whole, in the process."""
-        config = self.config
-        wanted = sorted(INSIDE_EXPERTS & set(signals.estimators)) if signals is not None else []
-        sizes = (config.tensor_parallel, config.expert_parallel, config.expert_tensor_parallel)
-        if wanted and sizes != (1, 1, 1):
-            raise EngineError(
-                f"score estimator {', '.join(wanted)} computes experts again and needs them whole in one process; found tensor_parallel "
-                f"{sizes[0]}, expert_parallel {sizes[1]}, expert_tensor_parallel {sizes[2]}; estimator gate works on every layout"
-            )
 
     @contextlib.contextmanager
     def _for_signals(self, needed: bool) -> Iterator[None]:
@@ -352,7 +341,7 @@ class MegatronTrainer:
             self.optimizer.prepare_grads()
             norm = self.optimizer.get_grad_norm()
             if not math.isfinite(norm):  # Megatron's own step would write it into the weights
-                raise DivergedError(f"gradient norm is {norm} at a loss of {result.loss}: the update was not taken")
+                raise DivergedError(not_taken(norm, result.loss, self.ranks))
             self.optimizer.step()
         return replace(result, grad_norm=float(norm))
 

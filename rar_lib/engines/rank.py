@@ -6,6 +6,11 @@ error is written to a file before anything else, because the other ranks may wai
 
 from __future__ import annotations
 
+from rar_lib.child import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()
+
 import datetime
 import json
 import os
@@ -18,7 +23,6 @@ from typing import Any
 
 import torch
 
-from rar_lib.child import end_with_parent
 from rar_lib.config import AlgorithmConfig, TrainerConfig
 from rar_lib.engines.base import Trainer
 from rar_lib.errors import EngineError
@@ -95,5 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
     main()

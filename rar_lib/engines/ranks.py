@@ -5,11 +5,18 @@ Objects travel over gloo, also where gradients travel over NCCL, so that routes 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+
+@functools.cache
+def _gloo() -> Any:
+    """One a process, for all trainers that it builds."""
+    return torch.distributed.new_group(backend="gloo")
 
 
 class Ranks:
@@ -26,7 +33,7 @@ class Ranks:
         here = torch.distributed.is_initialized() and not alone
         self.rank: int = torch.distributed.get_rank() if here else 0
         self.size: int = torch.distributed.get_world_size() if here else 1
-        self._group: Any = torch.distributed.new_group(backend="gloo") if self.size > 1 else None
+        self._group: Any = _gloo() if self.size > 1 else None
 
     def gather(self, mine: T) -> list[T] | None:
         """What every process has, in the order of ranks, at the first; None at the others."""

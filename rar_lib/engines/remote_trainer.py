@@ -26,12 +26,14 @@ from typing import Any
 import torch
 
 import rar_lib.errors
+from rar_lib.child import PARENT
 from rar_lib.config import AlgorithmConfig, TrainerConfig
 from rar_lib.engines.base import Capture, LogprobResult, Objective, Replay, TokenBatch, UpdateResult
 from rar_lib.engines.rank import FOLDER, KEY
 from rar_lib.errors import EngineError, RarError
 from rar_lib.replay.scores import SignalRequest
 
+LONGEST = 80  # characters of a folder in which a socket may lie
 GRACE = 20.0  # seconds that the other ranks have to come to the same end as one that failed
 START = 300.0  # seconds that ranks may take to import their engines
 
@@ -52,11 +54,15 @@ class RankGroup:
     def __init__(self, processes: int) -> None:
         if torch.cuda.is_available() and torch.cuda.device_count() < processes:
             raise EngineError(f"trainer.processes {processes}: expected a GPU each, found {torch.cuda.device_count()}")
-        self.processes = processes
+        self.processes, self.built, self._named = processes, 0, False
         self.folder = Path(tempfile.mkdtemp(prefix="rar-ranks-"))
+        if len(str(self.folder)) > LONGEST:
+            self.folder.rmdir()
+            self.folder = Path(tempfile.mkdtemp(prefix="rar-ranks-", dir="/tmp"))
         key = secrets.token_bytes(16)
         listener = Listener(str(self.folder / "socket"), authkey=key)
-        environment = {**os.environ, FOLDER: str(self.folder), KEY: key.hex(), "TORCHDYNAMO_DISABLE": "1"}
+        environment = {**os.environ, FOLDER: str(self.folder), KEY: key.hex(), PARENT: str(os.getpid())}
+        environment["TORCHDYNAMO_DISABLE"] = "1"
         environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it, and say so
         root = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
@@ -83,6 +89,7 @@ class RankGroup:
             with contextlib.suppress(TimeoutError):
                 return listener.accept()
             self._require_alive("start")
+        self._named = True
         raise EngineError(f"trainer: {self.processes} ranks did not start within {START:.0f} s; logs in {self.folder}")
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -93,9 +100,15 @@ class RankGroup:
             EngineError: if a rank failed alone, or died; names it and its log. The group is then gone.
         """
         if not self.alive:
-            raise EngineError(f"trainer, {name}: the ranks are gone; open the engines again (logs: {self.folder})")
+            raise EngineError(f"trainer, {name}: the ranks are gone; open the engines again")
         try:
-            self._connection.send_bytes(pickle.dumps((name, args, kwargs)))
+            message = pickle.dumps((name, args, kwargs))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise EngineError(
+                f"trainer, {name}: what is sent to the ranks must be picklable (an objective: a function or class of a module): {error}"
+            ) from None
+        try:
+            self._connection.send_bytes(message)
             failed_since = None
             while not self._connection.poll(0.1):
                 self._require_alive(name)
@@ -112,10 +125,17 @@ class RankGroup:
             self.kill()
             raise
         if errors:
+            raised = self._failed(name, errors)
+            if not self._alike(errors):  # the ranks may not hold the same any more
+                self.kill()
+                raise raised
             for file in self.folder.glob("error-*.json"):
                 file.unlink()
-            raise self._failed(name, errors)
+            raise raised
         return result
+
+    def _alike(self, errors: list[dict[str, Any]]) -> bool:
+        return len(errors) == self.processes and len({(e["type"], e["message"]) for e in errors}) == 1
 
     def _errors(self) -> list[dict[str, Any]]:
         return [json.loads(file.read_text()) for file in sorted(self.folder.glob("error-*.json"))]
@@ -123,13 +143,14 @@ class RankGroup:
     def _failed(self, name: str, errors: list[dict[str, Any]]) -> RarError:
         first = errors[0]
         kind = getattr(rar_lib.errors, first["type"], None)
-        if len(errors) == self.processes and len({(e["type"], e["message"]) for e in errors}) == 1 and kind is not None:
+        if self._alike(errors) and kind is not None:
             return kind(first["message"])
         told = "; ".join(f"rank {e['rank']} of {self.processes}: {e['type']}: {e['message']}" for e in errors)
         return (kind or EngineError)(f"trainer, {name}: {told} (log: {self.log(first['rank'])})")
 
     def log(self, rank: int) -> Path:
-        """Where a rank writes what it says."""
+        """Where a rank writes what it says. An error that names it keeps it."""
+        self._named = True
         found = sorted(self.folder.glob(f"logs/*/attempt_0/{rank}/stderr.log"))
         return found[-1] if found else self.folder / "launcher.log"
 
@@ -144,6 +165,7 @@ class RankGroup:
         self.kill()
         file = self.folder / "failure.json"
         if not file.exists():
+            self._named = True
             raise EngineError(f"trainer, {name}: the ranks are gone (log: {self.folder / 'launcher.log'})")
         failure = json.loads(file.read_text())
         code = failure["exitcode"]
@@ -173,15 +195,13 @@ class RankGroup:
         return self._launcher.poll() is None and not self._connection.closed
 
     def close(self) -> None:
-        """End the ranks in peace and remove their folder."""
-        if not self.alive:
-            return
-        with contextlib.suppress(OSError):
-            self._connection.send_bytes(pickle.dumps(("close", (), {})))
-        self._launcher_end()
-        failed = self._launcher.poll() != 0
-        self.kill()
-        if not failed:
+        """End the ranks in peace, and remove their folder unless an error named a log of it."""
+        if self.alive:
+            with contextlib.suppress(OSError):
+                self._connection.send_bytes(pickle.dumps(("close", (), {})))
+            self._launcher_end()
+            self.kill()
+        if not self._named:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -195,8 +215,18 @@ class RemoteTrainer:
 
     def __init__(self, group: RankGroup, path: Path, config: TrainerConfig, algorithm: AlgorithmConfig) -> None:
         self.name: str = config.engine
+        group.built += 1
+        self._number = group.built
         self.config, self.algorithm, self.model_id, self._group = config, algorithm, path.name, group
         group.call("build", path, config, algorithm)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self._number != self._group.built:
+            raise EngineError(
+                f"trainer, {name}: its ranks serve another trainer since (number {self._group.built}, this is {self._number}); ranks hold "
+                "one at a time"
+            )
+        return self._group.call(name, *args, **kwargs)
 
     def logprobs(
         self,
@@ -210,7 +240,7 @@ class RemoteTrainer:
         measure: bool = False,
     ) -> LogprobResult:
         """See `Trainer.logprobs`."""
-        return self._group.call(
+        return self._call(
             "logprobs", batch, temperature=temperature, replay=replay, capture=capture, micro_batch_size=micro_batch_size, signals=signals,
             measure=measure,
         )  # fmt: skip
@@ -226,18 +256,18 @@ class RemoteTrainer:
         routers: bool = False,
     ) -> UpdateResult:
         """See `Trainer.update`. The objective travels to the ranks, so it must be picklable."""
-        return self._group.call(
+        return self._call(
             "update", batch, objective, temperature=temperature, replay=replay, measure=measure, routers=routers
         )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Trainer.weights`."""
-        yield from self._group.call("weights")
+        yield from self._call("weights")
 
     def save(self, folder: Path) -> None:
         """See `Trainer.save`; every rank writes its part, so the folder must be one that all see."""
-        self._group.call("save", folder.absolute())
+        self._call("save", folder.absolute())
 
     def load(self, folder: Path) -> None:
         """See `Trainer.load`."""
-        self._group.call("load", folder.absolute())
+        self._call("load", folder.absolute())

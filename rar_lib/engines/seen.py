@@ -6,13 +6,38 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rar_lib.config import TrainerConfig
 from rar_lib.engines.base import Objective, TokenBatch
 from rar_lib.engines.capture import RoutePart
 from rar_lib.engines.ranks import Ranks
 from rar_lib.engines.taps import SignalPart
+from rar_lib.errors import EngineError
 from rar_lib.replay.counts import PassCounts
+from rar_lib.replay.scores import SignalRequest
 
 INSIDE_EXPERTS = {"swap", "param", "param_exact"}  # score estimators that compute experts again
+
+
+def require_experts(config: TrainerConfig, signals: SignalRequest | None) -> None:
+    """Estimators that compute experts again need all of them, whole, in the process.
+
+    Raises:
+        EngineError: on a layout that spreads them.
+    """
+    wanted = sorted(INSIDE_EXPERTS & set(signals.estimators)) if signals is not None else []
+    sizes = (config.tensor_parallel, config.expert_parallel, config.expert_tensor_parallel)
+    if wanted and (sizes != (1, 1, 1) or (config.engine == "hf" and config.processes > 1)):
+        raise EngineError(
+            f"score estimator {', '.join(wanted)} computes experts again and needs them whole in one process; found trainer.engine "
+            f"{config.engine}, processes {config.processes}, tensor_parallel {sizes[0]}, expert_parallel {sizes[1]}, "
+            f"expert_tensor_parallel {sizes[2]}; estimator gate works on every layout"
+        )
+
+
+def not_taken(norm: float, loss: float, ranks: Ranks) -> str:
+    """Why an update was not taken, in the same words on every rank, which know only their own part of the loss."""
+    told = "" if ranks.size > 1 else f" at a loss of {loss}"
+    return f"gradient norm is {norm}{told}: the update was not taken"
 
 
 @dataclass

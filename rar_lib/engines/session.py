@@ -16,10 +16,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from rar_lib.checkpoint import SpecialTokens
+from rar_lib.checkpoint import SpecialTokens, load_model_config
 from rar_lib.config import JobConfig, RolloutConfig
 from rar_lib.engines.base import Rollout, Trainer
+from rar_lib.engines.seen import require_experts
 from rar_lib.errors import EngineError
+from rar_lib.replay.scores import SignalRequest
 
 
 def available(engine: str) -> bool:
@@ -45,9 +47,28 @@ def resolve_engines(config: JobConfig, say: Callable[[str], None] = print) -> Jo
         chosen["rollout"] = "hf"
     if missing:
         say(f"engine auto: {' and '.join(missing)} not installed, falling back to hf")
-    return config.model_copy(
-        update={part: getattr(config, part).model_copy(update={"engine": engine}) for part, engine in chosen.items()}
-    )
+    tree = config.resolved()
+    for part, engine in chosen.items():
+        tree[part]["engine"] = engine
+    return JobConfig.build(tree)  # what an engine refuses it refuses here too
+
+
+def require_fit(config: JobConfig, path: Path, signals: SignalRequest | None) -> None:
+    """Refuse a layout that cannot do what a run asks of it, before any engine starts.
+
+    Args:
+        config: with resolved engines.
+        path: checkpoint folder.
+        signals: what planning passes will ask for.
+
+    Raises:
+        EngineError: see megatron_model.require_layout and seen.require_experts.
+    """
+    if config.trainer.engine == "megatron":
+        from rar_lib.engines.megatron_model import require_layout
+
+        require_layout(load_model_config(path), config.trainer)
+    require_experts(config.trainer, signals)
 
 
 def open_server(path: Path, config: RolloutConfig, special: SpecialTokens) -> Any:

@@ -90,10 +90,14 @@ class Slices:
         for file in files:
             opened = safe_open(file, framework="pt")
             metadata = opened.metadata() or {}
-            if metadata.get("engine") != engine or "places" not in metadata:
+            if metadata.get("engine") != engine:
                 raise EngineError(
-                    f"{file}: expected the state of the {engine} trainer with the places of its slices, found engine "
-                    f"{metadata.get('engine')!r}{'' if 'places' in metadata else ' without them (an earlier version wrote it)'}"
+                    f"{file}: expected the state of the {engine} trainer, found engine {metadata.get('engine')!r}"
+                )
+            if "places" not in metadata:
+                raise EngineError(
+                    f"{file}: an earlier version wrote this state, without the places of its slices; the run cannot be continued: "
+                    "remove it (rar runs rm) and run it again"
                 )
             for name, (dim, index, count) in json.loads(metadata["places"]).items():
                 self._slices.setdefault(name, []).append((dim, index, count, opened))

@@ -38,7 +38,7 @@ class Options:
     """How to execute.
 
     Attributes:
-        workers: points at a time; None: as many as there are cores (or GPUs, if there are any).
+        workers: points at a time, or processes where a point's trainer has several; None: as many as there are cores (or GPUs, if there are any).
         memory: bytes that all points together may take; None: 90 % of what is free at the start.
         gpus: of this machine, or a Ray task; 0 on a machine without any.
         told: called when a point starts.
@@ -104,13 +104,14 @@ def pool(tasks: Sequence[Task], options: Options) -> Iterator[tuple[Task, Record
         while waiting or running:
             taken = sum(_need(one.task, peaks) for one in running)
             busy = {one.task.run for one in running} - {""}
+            at_work = sum(one.task.processes for one in running)
             task = next((t for t in waiting if taken + _need(t, peaks) <= memory and t.run not in busy), None)
-            if len(running) < workers and task is not None:
+            if task is not None and (not running or at_work + task.processes <= workers):
                 waiting.remove(task)
                 if devices:
-                    used = {one.task.environment.get("CUDA_VISIBLE_DEVICES") for one in running}
-                    free = next(device for device in devices if device not in used)
-                    task = replace(task, environment={**task.environment, "CUDA_VISIBLE_DEVICES": free})
+                    used = {d for one in running for d in one.task.environment["CUDA_VISIBLE_DEVICES"].split(",")}
+                    free = [device for device in devices if device not in used][: task.processes]
+                    task = replace(task, environment={**task.environment, "CUDA_VISIBLE_DEVICES": ",".join(free)})
                 running.append(_start(context, task))
                 options.told(task)
                 continue
@@ -238,7 +239,7 @@ def ray_tasks(tasks: Sequence[Task], options: Options) -> Iterator[tuple[Task, R
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise EngineError(f"executor ray: {address or 'embedded'}: {error}") from None
     gpus = 1 if options.gpus else 0
-    remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(execute)
+    remote = ray.remote(max_retries=1)(execute)
     room = max((node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"]), default=0)
     pending: dict[Any, Task] = {}
     waiting = []
@@ -254,7 +255,8 @@ def ray_tasks(tasks: Sequence[Task], options: Options) -> Iterator[tuple[Task, R
                 if task.run not in busy:
                     busy |= {task.run} - {""}
                     waiting.remove(task)
-                    pending[remote.options(memory=task.memory).remote(task)] = task
+                    needs = {"num_cpus": task.processes, "num_gpus": gpus * task.processes, "memory": task.memory}
+                    pending[remote.options(**needs).remote(task)] = task
             (ended,), _ = ray.wait(list(pending), num_returns=1)
             task = pending.pop(ended)
             try:

@@ -56,6 +56,7 @@ class Task:
         memory: bytes that it may take, as estimated.
         run: folder of the run that it makes; two points of one run are not executed at the same time. Empty: none, or not known.
         environment: variables that its kernel gets beside those of the executor.
+        processes: of its trainer; it counts as so many workers, and gets so many GPUs.
     """
 
     id: str
@@ -70,6 +71,7 @@ class Task:
     memory: int = 0
     run: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,7 @@ class _Watch:
             if self.kernel is None:
                 continue
             begun = min(begun, time.monotonic())
-            self.peak = _high_water(self.kernel) or self.peak
+            self.peak = max(_high_water(self.kernel) or 0, self.peak or 0) or None
             if self._limit is not None and time.monotonic() - begun > self._limit and not self.cause:
                 self.cause = f"exceeded its limit of {self._limit:g} s, and was ended"
                 end_process(self.kernel)
@@ -309,9 +311,16 @@ def end_process(kernel: int) -> None:
 
 
 def _high_water(pid: int) -> int | None:
-    """Bytes that a process held at most; None where the system does not say."""
+    """Bytes that a process and those that it started held at most, each by itself; None where the system does not say."""
+    with contextlib.suppress(psutil.Error):
+        family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+        return sum(_own_high_water(one) for one in family) or None
+    return None
+
+
+def _own_high_water(pid: int) -> int:
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    return None
+    return 0

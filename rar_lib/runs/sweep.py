@@ -37,6 +37,7 @@ from rar_lib.runs.store import RUNS_DIR
 
 logger = logging.getLogger("rar")
 # What a kernel takes beside the parts that the estimate counts: interpreter, libraries and kernels' caches (benchmarks/sweep.py).
+RANK = 700_000_000  # bytes of libraries that each rank of a trainer holds beside the kernel
 LIBRARIES = {"hf": 1_500_000_000, "vllm": 1_700_000_000, "vllm_server": 3_000_000_000}  # its two processes included
 NUMBERS = ("reward_first", "reward_last", "evaluation_last", "k3_rollout_old", "extreme_fraction_tau2", "router_flip", "collapsed_at",
            "diverged")  # fmt: skip
@@ -194,7 +195,7 @@ def task_of(point: Point, runs_dir: Path, *, limit: float | None = None, retry: 
     given = {**point.parameters, **{name: places[name] for name in PLACES if name in point.places}}
     return Task(
         point.id, str(folder.resolve()), str(point.notebook), point.source, given, places["runs_dir"], os.getcwd(), limit, retry,
-        memory_of(point.job), point.run,
+        memory_of(point.job), point.run, processes=1 if point.job is None else point.job.trainer.processes,
     )  # fmt: skip
 
 
@@ -208,7 +209,8 @@ def memory_of(job: JobConfig | None) -> int:
     if job is None:
         return LIBRARIES["vllm"]
     parts = int(estimate(job, measure=False).memory["bytes"].sum())
-    return parts + LIBRARIES.get(job.rollout.engine, LIBRARIES["vllm"])
+    ranks = job.trainer.processes if job.trainer.processes > 1 else 0
+    return parts + LIBRARIES.get(job.rollout.engine, LIBRARIES["vllm"]) + ranks * RANK
 
 
 def ended(point: Point, runs_dir: Path, *, quiet: bool = False) -> Record | None:
