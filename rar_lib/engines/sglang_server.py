@@ -138,9 +138,10 @@ class SGLangServerRollout:
         """Every answer, and the server after it, must name the last push."""
         for i, answer in enumerate(answers):
             meta = answer["meta_info"]
-            spans = [span.get("version") for span in meta.get("weight_versions") or []]
-            told = {str(version) for version in (meta.get("weight_version"), *spans)}
-            if told - ({self._stamp, "None"} if spans else {self._stamp}):
+            told = {str(span.get("version")) for span in meta.get("weight_versions") or []}
+            if "weight_version" in meta or not told:
+                told.add(str(meta.get("weight_version")))
+            if told != {self._stamp}:
                 found = ", ".join(sorted(told))
                 raise self.server.error(
                     "/generate", f"answer {i} of weights {self._stamp}", f"weights {found}: {_whose(told)}"
@@ -230,4 +231,4 @@ class SGLangServerRollout:
 
 
 def _whose(told: set[str]) -> str:
-    return "it does not say of which" if told == {"None"} else "somebody else pushed, or it was started anew"
+    return "it does not say of which" if "None" in told else "somebody else pushed, or it was started anew"

@@ -29,7 +29,8 @@ class SGLangStub:
     """State of the server.
 
     Attributes:
-        faults: `no_routes`, `no_version`, `short_routes`, `dies`, `silent` (pushes are acknowledged and not loaded).
+        faults: `no_routes`, `no_version`, `null_version` (a span of none), `short_routes`, `dies`, `silent` (pushes are
+            acknowledged and not loaded).
         requests: paths asked for, in order.
     """
 
@@ -68,7 +69,11 @@ class SGLangStub:
         return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     def _meta(self, prompt: int, answered: int) -> dict[str, Any]:
-        version = {} if "no_version" in self.faults else {"weight_version": self.held["weight_version"]}
+        version: dict[str, Any] = {"weight_version": self.held["weight_version"]}
+        if "no_version" in self.faults:
+            version = {}
+        if "null_version" in self.faults:
+            version = {"weight_versions": [{"version": None, "start": 0, "end": answered}]}
         return {
             "finish_reason": {"type": "length", "length": answered},
             "prompt_tokens": prompt,

@@ -112,6 +112,7 @@ FAULTS = {
     "no_routes": r"/?: expected the answer to prompt 0 with \d+ rows of routes, found no routes",
     "short_routes": r"expected the answer to prompt 0 with routes \[(\d+), more than 3 layers, 2\], found \[\d+, 4, 2\]",
     "no_version": r"/generate: expected answer 0 of weights rar-\w+-2-v0, found weights None: it does not say of which",
+    "null_version": r"/generate: expected answer 0 of weights rar-\w+-2-v0, found weights None: it does not say of which",
     "dies": r"/generate: expected 12 answers, found no answer \(RemoteProtocolError",
 }
 
