@@ -172,6 +172,7 @@ class SGLangServerRollout:
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
+            "repetition_penalty": 1.0,
             "stop_token_ids": list(self.special.end),
         }
         params = [{**common, "sampling_seed": derive_seed(seed, uid)} for uid in uids]

@@ -7,6 +7,7 @@ The same engine arguments, waves and seeds as in process (vllm_rollout.py), so t
   memory. After every generation stamp and fingerprint must still be those of this client's last push, or the answers are
   refused: another client may have pushed, or the server may have been started anew.
 - `check_sync` compares that fingerprint too: pushing the checkpoint must give the parameters that loading it gave.
+- What the server was told to sample by where a request says nothing (`--generation-config`) is overruled by name.
 One client at a time: a second one's requests would share forward passes with the first's and take draws from it.
 Not run on a GPU.
 """
@@ -175,6 +176,10 @@ class VLLMServerRollout:
         body = {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_new_tokens,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
             "logprobs": 0,
             "stop_token_ids": list(self.special.end),
             "return_token_ids": True,

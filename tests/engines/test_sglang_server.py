@@ -108,6 +108,15 @@ def test_a_push_that_does_not_arrive_is_noticed(
     made.shutdown()
 
 
+def test_nothing_of_the_sampling_is_left_to_the_defaults_of_the_server(
+    client: SGLangServerRollout, stub: tuple[SGLangStub, str], prompts: list[list[int]]
+) -> None:
+    client.generate(prompts, SAMPLING, UIDS, 7)
+    off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert all(off.items() <= params.items() for params in stub[0].params)
+    assert len(stub[0].params) == len(prompts)
+
+
 FAULTS = {
     "no_routes": r"/?: expected the answer to prompt 0 with \d+ rows of routes, found no routes",
     "short_routes": r"expected the answer to prompt 0 with routes \[(\d+), more than 3 layers, 2\], found \[\d+, 4, 2\]",

@@ -32,9 +32,11 @@ from tests.conftest import SPECIAL
 from tests.engines.sglang_stub import SGLangStub, serving
 
 STARTS_A_SERVER = """
-import sys, time
+import subprocess, sys, time
 from pathlib import Path
 from rar_lib.engines.http import OwnServer, Server
+Popen, defaults = subprocess.Popen, '{"top_k": 1, "repetition_penalty": 2.0}'  # which no answer may follow
+subprocess.Popen = lambda words, **how: Popen([*words, "--override-generation-config", defaults], **how)
 own = OwnServer(Path(sys.argv[1]), "bfloat16")
 Server(own.url, own).wait_until_up()
 print(own.url, own.process.pid, flush=True)
@@ -194,6 +196,22 @@ def test_two_clients_of_one_server_notice_each_other(
     second.generate(*some)
     first.shutdown()
     second.shutdown()
+
+
+def test_nothing_of_the_sampling_is_left_to_the_defaults_of_the_server(
+    elsewhere: tuple[str, int, Any], client: VLLMServerRollout, checkpoint: Path, trainer: HFTrainer, prompts: Any
+) -> None:
+    with_defaults = open_server(checkpoint, config(url=elsewhere[0]).rollout, SPECIAL)
+    bare = {"prompt": prompts[:32], "max_tokens": 8, "return_token_ids": True}
+    drawn = [httpx.post(f"{elsewhere[0]}/v1/completions", json=bare, timeout=60, trust_env=False) for _ in range(2)]
+    first, second = ([choice["token_ids"] for choice in answer.json()["choices"]] for answer in drawn)
+    assert first == second  # top_k 1 is what it follows where nothing is asked for
+    for engine in (client, with_defaults):
+        engine.load_weights(trainer.weights(), 0)
+    mine, theirs = (engine.generate(prompts[:32], SAMPLING, UIDS[:32], 3) for engine in (client, with_defaults))
+    assert theirs.responses == mine.responses
+    assert theirs.logprobs == mine.logprobs
+    with_defaults.shutdown()
 
 
 def test_a_server_that_does_not_fit_is_refused_before_the_first_prompt(
