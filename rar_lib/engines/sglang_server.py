@@ -1,6 +1,7 @@
 """A rollout over an SGLang server's native endpoints, given by URL.
 
-    python -m sglang.launch_server --model-path CHECKPOINT --enable-return-routed-experts --enable-deterministic-inference
+    python -m sglang.launch_server --model-path CHECKPOINT --dtype bfloat16 --enable-return-routed-experts \\
+        --enable-deterministic-inference
 
 Fields and endpoints as SGLang documents them (native API, deterministic inference, SGLang for RL): `/generate` with
 `input_ids`, `return_logprob` and `return_routed_experts`; `/update_weights_from_disk` with a `weight_version` that every answer
@@ -93,8 +94,10 @@ class SGLangServerRollout:
             raise self.server.error(
                 "/server_info", "enable_return_routed_experts True (its launch argument)", f"{found}"
             )
-        if info.get("dtype") not in ("auto", self.config.dtype):
-            raise self.server.error("/server_info", f"dtype {self.config.dtype}", f"{info.get('dtype')}")
+        if info.get("dtype") != self.config.dtype:  # "auto" is whatever the checkpoint makes of it
+            raise self.server.error(
+                "/server_info", f"--dtype {self.config.dtype} (its launch argument)", f"{info.get('dtype')}"
+            )
         if info.get("enable_deterministic_inference") is not True:
             logger.warning(
                 "%s: without --enable-deterministic-inference SGLang ignores the seed of a request: a resumed run draws other tokens",
