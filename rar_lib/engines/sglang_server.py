@@ -29,7 +29,15 @@ from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
 from rar_lib.engines.hf_rollout import pack_rollout, require_length
 from rar_lib.engines.http import Server
 from rar_lib.engines.precision import at_precision
-from rar_lib.engines.served import Stamps, probe_batch, require_same_scores, unpack, written
+from rar_lib.engines.served import (
+    Stamps,
+    halved,
+    probe_batch,
+    require_other_scores,
+    require_same_scores,
+    unpack,
+    written,
+)
 from rar_lib.engines.vllm_rollout import require_temperature_one
 from rar_lib.errors import EngineError, TraceError
 from rar_lib.seeding import derive_seed
@@ -134,7 +142,10 @@ class SGLangServerRollout:
 
     def check_sync(self, weights: NamedTensors) -> None:
         """See `Rollout.check_sync`: log-probs to the last bit."""
-        self._push(weights, -1)
+        own = list(weights)
+        self._push(halved(own), -1)
+        require_other_scores(self.server.url, self._fresh, self.rescore(self._probe, SamplingConfig()))
+        self._push(own, -1)
         require_same_scores(self.server.url, self._fresh, self.rescore(self._probe, SamplingConfig()))
 
     def _require_own_weights(self, answers: Sequence[dict[str, Any]]) -> None:

@@ -106,6 +106,12 @@ def test_a_push_that_does_not_arrive_is_noticed(
     with pytest.raises(EngineError, match=f"{url} scores the checkpoint's own weights differently"):
         made.check_sync(trainer.weights())
     made.shutdown()
+    state.faults.add("silent")  # it holds the checkpoint, acknowledges every push, and loads none
+    state.engine.load_weights(trainer.weights(), 0)
+    made = open_server(checkpoint, config(url).rollout, SPECIAL)
+    with pytest.raises(EngineError, match=f"{url} scores .* halved as it scores the checkpoint .*do not arrive"):
+        made.check_sync(trainer.weights())
+    made.shutdown()
 
 
 def test_nothing_of_the_sampling_is_left_to_the_defaults_of_the_server(
@@ -120,8 +126,8 @@ def test_nothing_of_the_sampling_is_left_to_the_defaults_of_the_server(
 FAULTS = {
     "no_routes": r"/?: expected the answer to prompt 0 with \d+ rows of routes, found no routes",
     "short_routes": r"expected the answer to prompt 0 with routes \[(\d+), more than 3 layers, 2\], found \[\d+, 4, 2\]",
-    "no_version": r"/generate: expected answer 0 of weights rar-\w+-2-v0, found weights None: it does not say of which",
-    "null_version": r"/generate: expected answer 0 of weights rar-\w+-2-v0, found weights None: it does not say of which",
+    "no_version": r"/generate: expected answer 0 of weights rar-\w+-3-v0, found weights None: it does not say of which",
+    "null_version": r"/generate: expected answer 0 of weights rar-\w+-3-v0, found weights None: it does not say of which",
     "dies": r"/generate: expected 12 answers, found no answer \(RemoteProtocolError",
 }
 
@@ -145,7 +151,7 @@ def test_weights_that_somebody_else_pushed_are_refused(
 ) -> None:
     body = {"model_path": str(checkpoint)} | ({} if version is None else {"weight_version": version})
     assert httpx.post(f"{stub[1]}/update_weights_from_disk", json=body, trust_env=False).json()["success"]
-    with pytest.raises(EngineError, match=r"expected .*weights rar-\w+-2-v0.*, found .*: somebody else pushed"):
+    with pytest.raises(EngineError, match=r"expected .*weights rar-\w+-3-v0.*, found .*: somebody else pushed"):
         client.generate(prompts, SAMPLING, UIDS, 7)
 
 
