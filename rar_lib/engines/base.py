@@ -206,8 +206,10 @@ class Rollout(Protocol):
     def check_sync(self, weights: NamedTensors) -> None:
         """Prove that pushed weights arrive: `weights`, a trainer's at the checkpoint, must leave the engine as loaded.
 
+        An engine with a loading path of its own is first pushed other weights, or one that loads nothing would pass.
+
         Raises:
-            EngineError: if they do not, to the last bit.
+            EngineError: if they do not, to the last bit, or if the other weights make no difference.
         """
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:

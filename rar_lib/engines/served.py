@@ -107,6 +107,24 @@ def probe_batch(vocabulary: int, pad: int) -> TokenBatch:
     return TokenBatch.pack([r[:2] for r in rows], [r[2:] for r in rows], [str(i) for i in range(8)], range(8), pad)
 
 
+def halved(weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Other weights of the same names, dtypes and shapes: every tensor halved."""
+    return ((name, tensor / 2) for name, tensor in weights)
+
+
+def require_other_scores(name: str, fresh: torch.Tensor, pushed: torch.Tensor) -> None:
+    """Weights that were halved must not score as the checkpoint's: a push that loads nothing leaves these.
+
+    Raises:
+        EngineError: if every log-prob is the same.
+    """
+    if torch.equal(fresh, pushed):
+        raise EngineError(
+            f"{name} scores a push of the checkpoint with every tensor halved as it scores the checkpoint (all log-probs "
+            "the same, expected others): pushes are acknowledged and do not arrive"
+        )
+
+
 def require_same_scores(name: str, fresh: torch.Tensor, pushed: torch.Tensor) -> None:
     """The checkpoint's own weights must score the same after a push as after loading.
 

@@ -1,6 +1,7 @@
 """A rollout over an SGLang server's native endpoints, given by URL.
 
-    python -m sglang.launch_server --model-path CHECKPOINT --enable-return-routed-experts --enable-deterministic-inference
+    python -m sglang.launch_server --model-path CHECKPOINT --dtype bfloat16 --enable-return-routed-experts \\
+        --enable-deterministic-inference
 
 Fields and endpoints as SGLang documents them (native API, deterministic inference, SGLang for RL): `/generate` with
 `input_ids`, `return_logprob` and `return_routed_experts`; `/update_weights_from_disk` with a `weight_version` that every answer
@@ -28,7 +29,15 @@ from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
 from rar_lib.engines.hf_rollout import pack_rollout, require_length
 from rar_lib.engines.http import Server
 from rar_lib.engines.precision import at_precision
-from rar_lib.engines.served import Stamps, probe_batch, require_same_scores, unpack, written
+from rar_lib.engines.served import (
+    Stamps,
+    halved,
+    probe_batch,
+    require_other_scores,
+    require_same_scores,
+    unpack,
+    written,
+)
 from rar_lib.engines.vllm_rollout import require_temperature_one
 from rar_lib.errors import EngineError, TraceError
 from rar_lib.seeding import derive_seed
@@ -93,8 +102,10 @@ class SGLangServerRollout:
             raise self.server.error(
                 "/server_info", "enable_return_routed_experts True (its launch argument)", f"{found}"
             )
-        if info.get("dtype") not in ("auto", self.config.dtype):
-            raise self.server.error("/server_info", f"dtype {self.config.dtype}", f"{info.get('dtype')}")
+        if info.get("dtype") != self.config.dtype:  # "auto" is whatever the checkpoint makes of it
+            raise self.server.error(
+                "/server_info", f"--dtype {self.config.dtype} (its launch argument)", f"{info.get('dtype')}"
+            )
         if info.get("enable_deterministic_inference") is not True:
             logger.warning(
                 "%s: without --enable-deterministic-inference SGLang ignores the seed of a request: a resumed run draws other tokens",
@@ -131,16 +142,20 @@ class SGLangServerRollout:
 
     def check_sync(self, weights: NamedTensors) -> None:
         """See `Rollout.check_sync`: log-probs to the last bit."""
-        self._push(weights, -1)
+        own = list(weights)
+        self._push(halved(own), -1)
+        require_other_scores(self.server.url, self._fresh, self.rescore(self._probe, SamplingConfig()))
+        self._push(own, -1)
         require_same_scores(self.server.url, self._fresh, self.rescore(self._probe, SamplingConfig()))
 
     def _require_own_weights(self, answers: Sequence[dict[str, Any]]) -> None:
         """Every answer, and the server after it, must name the last push."""
         for i, answer in enumerate(answers):
             meta = answer["meta_info"]
-            spans = [span.get("version") for span in meta.get("weight_versions") or []]
-            told = {str(version) for version in (meta.get("weight_version"), *spans)}
-            if told - ({self._stamp, "None"} if spans else {self._stamp}):
+            told = {str(span.get("version")) for span in meta.get("weight_versions") or []}
+            if "weight_version" in meta or not told:
+                told.add(str(meta.get("weight_version")))
+            if told != {self._stamp}:
                 found = ", ".join(sorted(told))
                 raise self.server.error(
                     "/generate", f"answer {i} of weights {self._stamp}", f"weights {found}: {_whose(told)}"
@@ -171,6 +186,7 @@ class SGLangServerRollout:
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
+            "repetition_penalty": 1.0,
             "stop_token_ids": list(self.special.end),
         }
         params = [{**common, "sampling_seed": derive_seed(seed, uid)} for uid in uids]
@@ -230,4 +246,4 @@ class SGLangServerRollout:
 
 
 def _whose(told: set[str]) -> str:
-    return "it does not say of which" if told == {"None"} else "somebody else pushed, or it was started anew"
+    return "it does not say of which" if "None" in told else "somebody else pushed, or it was started anew"

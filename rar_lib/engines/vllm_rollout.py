@@ -2,8 +2,8 @@
 
 What this adapter does beside calling vLLM, and why:
 - After every weight update it packs the expert weights again. vLLM packs them while loading from disk and skips that in
-  an update: the engine then computes with scrambled experts and reports no error. `check_sync` proves the update path,
-  by pushing the weights that were loaded and asking for the very same log-probs.
+  an update: the engine then computes with scrambled experts and reports no error. `check_sync` proves the update path:
+  it pushes other weights and asks for other log-probs, then the weights that were loaded and the very same log-probs.
 - It empties the prefix cache after an update (old keys and old routes would come back), keeps every prefill in one
   piece, and seeds the engine instead of the requests (a per-request seed with a chunked prefill kills the engine).
 - It checks that every sequence brings exactly P + O - 1 rows of routes.
@@ -32,7 +32,7 @@ from rar_lib.config import RolloutConfig, SamplingConfig
 from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
 from rar_lib.engines.hf_rollout import pack_rollout, require_length
 from rar_lib.engines.precision import at_precision
-from rar_lib.engines.served import probe_batch, require_same_scores
+from rar_lib.engines.served import halved, probe_batch, require_other_scores, require_same_scores
 from rar_lib.engines.vllm_capture import plan_engine
 from rar_lib.errors import EngineError
 from rar_lib.seeding import derive_seed
@@ -102,17 +102,20 @@ class VLLMRollout:
         self.llm.reset_prefix_cache()
 
     def check_sync(self, weights: NamedTensors) -> None:
-        """Prove the update path: pushing the checkpoint's own weights must give the log-probs of loading it.
+        """Prove the update path: halved weights must give other log-probs, the checkpoint's own those of loading it.
 
         Args:
             weights: the checkpoint's weights as a trainer hands them over, before any update; left in the engine as
                 version -1.
 
         Raises:
-            EngineError: if one log-prob differs.
+            EngineError: if none differs under the halved weights, or one under the checkpoint's.
         """
-        self._push(list(weights))
+        own = list(weights)
         self.weight_version = -1
+        self._push(list(halved(own)))
+        require_other_scores("vLLM", self._fresh, self.rescore(self._probe, SamplingConfig()))
+        self._push(own)
         require_same_scores("vLLM", self._fresh, self.rescore(self._probe, SamplingConfig()))
 
     # ---------------------------------------------------------------- sampling and scoring

@@ -6,7 +6,9 @@ The same engine arguments, waves and seeds as in process (vllm_rollout.py), so t
 - Weights go through a file that a worker extension of ours loads. It tells a fingerprint of the parameters as they lie in
   memory. After every generation stamp and fingerprint must still be those of this client's last push, or the answers are
   refused: another client may have pushed, or the server may have been started anew.
-- `check_sync` compares that fingerprint too: pushing the checkpoint must give the parameters that loading it gave.
+- `check_sync` compares that fingerprint too: pushing other weights must change it, and pushing the checkpoint must give
+  the parameters that loading it gave.
+- What the server was told to sample by where a request says nothing (`--generation-config`) is overruled by name.
 One client at a time: a second one's requests would share forward passes with the first's and take draws from it.
 Not run on a GPU.
 """
@@ -28,7 +30,16 @@ from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
 from rar_lib.engines.hf_rollout import pack_rollout, require_length
 from rar_lib.engines.http import Server
 from rar_lib.engines.precision import at_precision
-from rar_lib.engines.served import WEIGHTS, Stamps, probe_batch, require_same_scores, unpack, written
+from rar_lib.engines.served import (
+    WEIGHTS,
+    Stamps,
+    halved,
+    probe_batch,
+    require_other_scores,
+    require_same_scores,
+    unpack,
+    written,
+)
 from rar_lib.engines.vllm_capture import CaptureModel, plan_capture
 from rar_lib.engines.vllm_rollout import require_temperature_one, waves
 from rar_lib.errors import EngineError, TraceError
@@ -131,7 +142,18 @@ class VLLMServerRollout:
 
         The log-probs are compared where this client met the server before any push.
         """
-        self._push(weights, -1)
+        own = list(weights)
+        self._push(halved(own), -1)
+        for rank, (worker, loaded) in enumerate(zip(self._state, self._loaded, strict=True)):
+            if worker["fingerprint"] == loaded:
+                raise self.server.error(
+                    "",
+                    f"worker {rank} to hold other weights after a push of {self._path.name} with every tensor halved",
+                    f"fingerprint {loaded:.12}, what loading it gave: pushes are acknowledged and do not arrive",
+                )
+        if self._fresh is not None:
+            require_other_scores(self.server.url, self._fresh, self.rescore(self._probe, SamplingConfig()))
+        self._push(own, -1)
         for rank, (worker, loaded) in enumerate(zip(self._state, self._loaded, strict=True)):
             if worker["fingerprint"] != loaded:
                 raise self.server.error(
@@ -175,6 +197,10 @@ class VLLMServerRollout:
         body = {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_new_tokens,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
             "logprobs": 0,
             "stop_token_ids": list(self.special.end),
             "return_token_ids": True,

@@ -29,8 +29,10 @@ class SGLangStub:
     """State of the server.
 
     Attributes:
-        faults: `no_routes`, `no_version`, `short_routes`, `dies`, `silent` (pushes are acknowledged and not loaded).
+        faults: `no_routes`, `no_version`, `null_version` (a span of none), `short_routes`, `dies`, `silent` (pushes are
+            acknowledged and not loaded).
         requests: paths asked for, in order.
+        params: sampling parameters of the last `/generate` that sampled.
     """
 
     def __init__(self, checkpoint: Path, dtype: str = "float32") -> None:
@@ -45,6 +47,7 @@ class SGLangStub:
         self.held = {"model_path": str(checkpoint), "weight_version": "default"}
         self.faults: set[str] = set()
         self.requests: list[str] = []
+        self.params: list[dict[str, Any]] = []
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path in ("/server_info", "/model_info"):
@@ -68,7 +71,11 @@ class SGLangStub:
         return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     def _meta(self, prompt: int, answered: int) -> dict[str, Any]:
-        version = {} if "no_version" in self.faults else {"weight_version": self.held["weight_version"]}
+        version: dict[str, Any] = {"weight_version": self.held["weight_version"]}
+        if "no_version" in self.faults:
+            version = {}
+        if "null_version" in self.faults:
+            version = {"weight_versions": [{"version": None, "start": 0, "end": answered}]}
         return {
             "finish_reason": {"type": "length", "length": answered},
             "prompt_tokens": prompt,
@@ -77,6 +84,7 @@ class SGLangStub:
 
     def _sample(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         params, prompts = body["sampling_params"], body["input_ids"]
+        self.params = params
         sampling = SamplingConfig(temperature=params[0]["temperature"], max_new_tokens=params[0]["max_new_tokens"])
         drawn = self.engine.generate(prompts, sampling, [str(p["sampling_seed"]) for p in params], 0)
         answers = []

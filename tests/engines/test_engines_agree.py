@@ -182,6 +182,18 @@ def test_without_the_repack_the_adapter_refuses(
     assert torch.equal(rollout.rescore(sampled.batch, CONFIG.rollout.sampling), good)
 
 
+def test_an_update_that_loads_nothing_is_refused(pair: Any, monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    rollout, _ = pair
+    start = list(HFTrainer(checkpoint, CONFIG.trainer, CONFIG.algorithm).weights())
+    rollout.check_sync(start)  # the engine holds the checkpoint, so that nothing looks wrong afterwards
+    monkeypatch.setattr(vllm_rollout, "reload_weights", lambda worker, weights: None)
+    monkeypatch.setattr(vllm_rollout, "pack_experts", lambda worker: None)  # packing what is packed would tell
+    with pytest.raises(EngineError, match=r"vLLM scores .* halved as it scores the checkpoint .*do not arrive"):
+        rollout.check_sync(start)
+    monkeypatch.undo()
+    rollout.check_sync(start)
+
+
 def test_vllm_samples_are_a_function_of_weights_prompts_and_seed(pair: Any, tokenizer: Any, task: Any) -> None:
     rollout, _ = pair
     before = torch.get_rng_state()

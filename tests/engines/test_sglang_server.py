@@ -106,12 +106,28 @@ def test_a_push_that_does_not_arrive_is_noticed(
     with pytest.raises(EngineError, match=f"{url} scores the checkpoint's own weights differently"):
         made.check_sync(trainer.weights())
     made.shutdown()
+    state.faults.add("silent")  # it holds the checkpoint, acknowledges every push, and loads none
+    state.engine.load_weights(trainer.weights(), 0)
+    made = open_server(checkpoint, config(url).rollout, SPECIAL)
+    with pytest.raises(EngineError, match=f"{url} scores .* halved as it scores the checkpoint .*do not arrive"):
+        made.check_sync(trainer.weights())
+    made.shutdown()
+
+
+def test_nothing_of_the_sampling_is_left_to_the_defaults_of_the_server(
+    client: SGLangServerRollout, stub: tuple[SGLangStub, str], prompts: list[list[int]]
+) -> None:
+    client.generate(prompts, SAMPLING, UIDS, 7)
+    off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert all(off.items() <= params.items() for params in stub[0].params)
+    assert len(stub[0].params) == len(prompts)
 
 
 FAULTS = {
     "no_routes": r"/?: expected the answer to prompt 0 with \d+ rows of routes, found no routes",
     "short_routes": r"expected the answer to prompt 0 with routes \[(\d+), more than 3 layers, 2\], found \[\d+, 4, 2\]",
-    "no_version": r"/generate: expected answer 0 of weights rar-\w+-2-v0, found weights None: it does not say of which",
+    "no_version": r"/generate: expected answer 0 of weights rar-\w+-3-v0, found weights None: it does not say of which",
+    "null_version": r"/generate: expected answer 0 of weights rar-\w+-3-v0, found weights None: it does not say of which",
     "dies": r"/generate: expected 12 answers, found no answer \(RemoteProtocolError",
 }
 
@@ -135,7 +151,7 @@ def test_weights_that_somebody_else_pushed_are_refused(
 ) -> None:
     body = {"model_path": str(checkpoint)} | ({} if version is None else {"weight_version": version})
     assert httpx.post(f"{stub[1]}/update_weights_from_disk", json=body, trust_env=False).json()["success"]
-    with pytest.raises(EngineError, match=r"expected .*weights rar-\w+-2-v0.*, found .*: somebody else pushed"):
+    with pytest.raises(EngineError, match=r"expected .*weights rar-\w+-3-v0.*, found .*: somebody else pushed"):
         client.generate(prompts, SAMPLING, UIDS, 7)
 
 
@@ -148,9 +164,11 @@ def test_a_server_that_cannot_serve_is_refused_before_the_first_prompt(
         EngineError, match=f"{url}/server_info: expected enable_return_routed_experts True .*, found False"
     ):
         open_server(checkpoint, config(url).rollout, SPECIAL)
-    state.info |= {"enable_return_routed_experts": True, "dtype": "bfloat16"}
-    with pytest.raises(EngineError, match="expected dtype float32, found bfloat16"):
-        open_server(checkpoint, config(url).rollout, SPECIAL)
+    state.info["enable_return_routed_experts"] = True
+    for dtype in ("bfloat16", "auto"):  # auto may be any
+        state.info["dtype"] = dtype
+        with pytest.raises(EngineError, match=f"expected --dtype float32 .*, found {dtype}"):
+            open_server(checkpoint, config(url).rollout, SPECIAL)
     with pytest.raises(
         EngineError, match=r"http://127.0.0.1:9/server_info: expected .*, found no answer \(ConnectError"
     ):

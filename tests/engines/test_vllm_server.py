@@ -22,7 +22,7 @@ from rar_lib.engines import http
 from rar_lib.engines.base import TokenBatch
 from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.http import Server
-from rar_lib.engines.served import written
+from rar_lib.engines.served import WEIGHTS, written
 from rar_lib.engines.session import EngineSession, open_server
 from rar_lib.engines.vllm_server import VLLMServerRollout
 from rar_lib.errors import EngineError
@@ -32,9 +32,11 @@ from tests.conftest import SPECIAL
 from tests.engines.sglang_stub import SGLangStub, serving
 
 STARTS_A_SERVER = """
-import sys, time
+import subprocess, sys, time
 from pathlib import Path
 from rar_lib.engines.http import OwnServer, Server
+Popen, defaults = subprocess.Popen, '{"top_k": 1, "repetition_penalty": 2.0}'  # which no answer may follow
+subprocess.Popen = lambda words, **how: Popen([*words, "--override-generation-config", defaults], **how)
 own = OwnServer(Path(sys.argv[1]), "bfloat16")
 Server(own.url, own).wait_until_up()
 print(own.url, own.process.pid, flush=True)
@@ -118,6 +120,25 @@ def test_pushed_weights_are_those_of_loading_to_the_last_bit(client: VLLMServerR
     client.check_sync(weights.items())
 
 
+def test_a_push_that_the_server_acknowledges_and_does_not_load_is_refused(
+    client: VLLMServerRollout, checkpoint: Path, trainer: HFTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = VLLMServerRollout._call
+
+    def silent(self: Any, method: str, *args: str) -> Any:
+        given = (str(checkpoint / WEIGHTS), *args[1:]) if method == "rar_load" else args  # whatever is pushed
+        return call(self, method, *given)
+
+    monkeypatch.setattr(VLLMServerRollout, "_call", silent)
+    told = (
+        f"{client.server.url}: expected worker 0 to hold other weights after a push of tiny-moe with .* halved, found "
+    )
+    with pytest.raises(EngineError, match=told):
+        client.check_sync(trainer.weights())
+    monkeypatch.undo()
+    client.check_sync(trainer.weights())
+
+
 def test_a_wave_that_loses_its_client_holds_nobody_back(client: VLLMServerRollout, prompts: list[list[int]]) -> None:
     half = {"prompt": prompts[:1], "max_tokens": 4, "vllm_xargs": {"rar_wave": "half/2"}}
     with pytest.raises(httpx.ReadTimeout):
@@ -182,7 +203,7 @@ def test_two_clients_of_one_server_notice_each_other(
         client.load_weights(trainer.weights(), 0)
     second.generate(*some)
     with pytest.raises(
-        EngineError, match=rf"{url}: expected answers of weights rar-\w+-2-v0, found rar-\w+-2-v0: somebody"
+        EngineError, match=rf"{url}: expected answers of weights rar-\w+-3-v0, found rar-\w+-3-v0: somebody"
     ):
         first.generate(*some)
     with written(checkpoint, [(name, w * 1.5) for name, w in trainer.weights()]) as folder:
@@ -194,6 +215,22 @@ def test_two_clients_of_one_server_notice_each_other(
     second.generate(*some)
     first.shutdown()
     second.shutdown()
+
+
+def test_nothing_of_the_sampling_is_left_to_the_defaults_of_the_server(
+    elsewhere: tuple[str, int, Any], client: VLLMServerRollout, checkpoint: Path, trainer: HFTrainer, prompts: Any
+) -> None:
+    with_defaults = open_server(checkpoint, config(url=elsewhere[0]).rollout, SPECIAL)
+    bare = {"prompt": prompts[:32], "max_tokens": 8, "return_token_ids": True}
+    drawn = [httpx.post(f"{elsewhere[0]}/v1/completions", json=bare, timeout=60, trust_env=False) for _ in range(2)]
+    first, second = ([choice["token_ids"] for choice in answer.json()["choices"]] for answer in drawn)
+    assert first == second  # top_k 1 is what it follows where nothing is asked for
+    for engine in (client, with_defaults):
+        engine.load_weights(trainer.weights(), 0)
+    mine, theirs = (engine.generate(prompts[:32], SAMPLING, UIDS[:32], 3) for engine in (client, with_defaults))
+    assert theirs.responses == mine.responses
+    assert theirs.logprobs == mine.logprobs
+    with_defaults.shutdown()
 
 
 def test_a_server_that_does_not_fit_is_refused_before_the_first_prompt(
