@@ -147,8 +147,11 @@ def start_parallel_state(config: TrainerConfig | None = None) -> None:
         if present == sizes:
             return
         state.destroy_model_parallel()
-        while _GROUPS:  # Megatron only forgets them, and each holds threads and sockets
-            torch.distributed.destroy_process_group(_GROUPS.pop())
+        present_groups = _all_groups()
+        for group in _GROUPS:  # Megatron forgets most of them, and each holds threads and sockets
+            if group in present_groups:
+                torch.distributed.destroy_process_group(group)
+        _GROUPS.clear()
     before = set(_all_groups())
     with without_cuda():
         state.initialize_model_parallel(
