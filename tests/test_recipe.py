@@ -115,3 +115,16 @@ def test_scores_of_a_real_model_make_the_fisher_arm_complete(tmp_path: Path) -> 
     assert score.count.sum() == 4 * 2 * score.tokens == 4 * 2 * (82 - 8)
     assert np.isfinite(score.values[score.count > 0]).all()
     assert (score.values[score.count > 0] > 0).any()
+
+
+def test_a_wrong_model_or_dump_is_named_in_one_line(tmp_path: Path) -> None:
+    model = ROOT / "data" / "checkpoints" / "tiny-moe"
+    for given, expected in (
+        ((tmp_path / "model", "dump.pt"), "expected a Hugging Face folder with config.json"),
+        ((model, tmp_path / "dump.pt"), "dump.pt: cannot be read"),
+    ):
+        command = [sys.executable, RECIPE / "examples" / "expert_scores.py", *given, tmp_path / "out.safetensors"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert expected in line

@@ -5,10 +5,11 @@
     ...                                                   # the trainer's own set_target_indices, forward, backward, clear
     acting.take_metrics()                                 # after a pass
 
-A plan is -1 in every slot that is not forced. The trainer carries it as it carries routes (in a signed type), and its calls
+A plan is -1 in every slot that is not forced, -2 in all slots where there is no route. The trainer carries it as it carries routes (in a signed type), and its calls
 stay as they are: set_replay_data or set_target_indices, the actions REPLAY_FORWARD and REPLAY_BACKWARD, clear_indices.
-NeMo-RL marks missing routes in the same way, a row of -1, and its own fallback is not reached. SkyRL pads with the
-experts 0 to K-1, which look like routes: pad planned routes with -1.
+NeMo-RL marks missing routes by a row of -1, which plan() takes; its own fallback is not reached, and its optional check of
+routes (NRL_ROUTER_REPLAY_VALIDATE) refuses plans that hold -2 or single slots. SkyRL pads with the experts 0 to K-1, which look
+like routes: pad planned routes with -2 (-1 is counted as a recorded cell that was left native).
 
 What replay means for losses and counters beside the pick: engines/megatron_router.py.
 """
@@ -76,7 +77,7 @@ class Attached:
         self._has_planned = False
 
     def plan(self, routes: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
-        """The routes of one sequence with -1 in every slot that is not to be forced.
+        """The routes of one sequence with -1 in every slot that is not to be forced, and -2 where there is no route.
 
         Args:
             routes: `[T, L, K]` ids, L all transformer layers or the MoE layers; the rows of the forward, T or T-1.

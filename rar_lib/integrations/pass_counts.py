@@ -1,4 +1,8 @@
-"""What a pass under replay reports to a trainer: names and meanings as in replay/diagnostics.py."""
+"""What a pass under replay reports to a trainer: meanings as in replay/diagnostics.py.
+
+Names too, but for planned_share (`nominal` there): verl takes the smallest value over ranks and mini-batches of any metric whose
+name contains "min", the largest for "max", and the mean of all others.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,12 @@ def pass_metrics(plan: PlanCounts, local: Sequence[int], counts: PassCounts) -> 
         counts: what its routers did.
 
     Returns:
-        valid: M, units of recorded routes; planned: units to force, nominal = planned / valid.
+        valid: M, units of recorded routes; planned: units to force; planned_share = planned / valid.
         missing: cells (token, layer) to replay without a route; coverage: share of them that have one.
         forced_units: units that the routers were given and forced: planned, but fewer under threshold, and a shard's part
-            where tensor or context parallel ranks share the rows.
+            where tensor parallel ranks share the rows.
         changed_cells: cells whose executed set is not the router's own live choice; forced_routers_native_local: their
-            share of the cells that might be forced.
+            share of the recorded cells.
         executed_equals_resolved: share of rows, recompute included, whose experts are those that were resolved.
         A share of nothing is left out.
     """
@@ -38,7 +42,7 @@ def pass_metrics(plan: PlanCounts, local: Sequence[int], counts: PassCounts) -> 
         "changed_cells": counts.changed_cells,
     }
     shares = {
-        "nominal": (planned, valid),
+        "planned_share": (planned, valid),
         "coverage": (recorded, expected),
         "forced_routers_native_local": (counts.changed_cells, counts.cells),
         "executed_equals_resolved": (counts.compared - counts.differing, counts.compared),

@@ -2,8 +2,8 @@
 
 Megatron-Core and verl each have a RouterReplay: an object a router, with targets, an action (record, replay forward, replay
 backward) and a queue of targets that activation recompute takes from. Their forward forces whole rows. Here the object of
-each router becomes an instance of a subclass whose forward reads -1 in a target as "not forced" and asks the resolver; the
-ids that were executed then take the target's place in the queue, so that recompute gets exactly these, native ones
+each router becomes an instance of a subclass whose forward reads -1 in a target as "not forced" (NO_ROUTE: nor recorded) and
+asks the resolver; the ids that were executed then take the target's place in the queue, so that recompute gets exactly these, native ones
 included. Everything else, the process-wide list and the other models' objects too, stays the trainer's.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rar_lib.errors import ReplayError
-from rar_lib.integrations.sequences import Routers
+from rar_lib.integrations.sequences import NO_ROUTE, Routers
 from rar_lib.replay.counts import PassCounts
 from rar_lib.replay.resolve import resolve
 
@@ -122,7 +122,7 @@ class PlannedReplay:
             )
         if state.forwards >= state.targets:
             raise ReplayError(f"layer {state.layer}: a second forward on targets that were already replayed")
-        target = torch.where(rows[:, None], target, -1)
+        target = torch.where(rows[:, None], target, NO_ROUTE)
         keep = state.planned(target, scores.detach(), native)
         used = resolve(target, keep, scores, native)
         mine.replay_backward_list[-1] = used
@@ -131,7 +131,7 @@ class PlannedReplay:
         state.forwards += 1
         state.used = used
         same = (used.unsqueeze(-1) == native.unsqueeze(-2)).sum((-1, -2)) == topk
-        state.add((keep if state.by_slot else keep.all(-1)).sum(), (~same).sum(), rows.sum())
+        state.add((keep if state.by_slot else keep.all(-1)).sum(), (~same).sum(), (target != NO_ROUTE).any(-1).sum())
         return scores.gather(1, used), used
 
 

@@ -3,8 +3,8 @@
 Another trainer packs, shards and orders its batches as it likes, and not the same way in the old-log-prob pass and in an
 update. A plan that must be the same in all of them can depend on nothing but the sequence: its recorded routes, which name
 it, and a seed. So the share β is met in every sequence, B = floor(β M + 1/2) of its M recorded units, where run_job meets
-it once over a batch. A plan is written into the routes themselves: -1 in every slot that is not forced, so that the
-trainer's own packing carries it to the routers.
+it once over a batch. A plan is written into the routes themselves: -1 in every slot that is not forced, and NO_ROUTE where
+none was recorded, so that the trainer's own packing carries it to the routers.
 
 What can be had:
     full, uniform, random_route, random_cell, fisher, permuted_fisher, inverse_fisher    share met in each sequence
@@ -28,6 +28,8 @@ from rar_lib.replay.policies import make_plan
 from rar_lib.replay.policy import Candidates
 from rar_lib.traces.header import Status, TraceHeader, id_dtype
 from rar_lib.traces.trace import RouteTrace
+
+NO_ROUTE = -2  # in all slots of a cell; what is not forced there is no choice of the plan, and counted apart
 
 _NO_PASS = "it looks at a forward without replay at the weights that sampled, which this trainer does not make"
 REFUSED = {
@@ -133,7 +135,7 @@ class SequencePlanner:
         self.counts = PlanCounts.empty(len(routers.moe_layers))
 
     def plan(self, routes: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-        """The routes of one sequence with -1 in every slot that is not to be forced.
+        """The routes of one sequence with -1 in every slot that is not to be forced, and NO_ROUTE in cells without a route.
 
         Args:
             routes: `[T, L, K]` ids of any integer type, L all transformer layers or the MoE layers. A cell of -1, or of
@@ -151,8 +153,9 @@ class SequencePlanner:
         plan = self._plan(trace)
         kept = plan.planned if plan.unit == "slot" else plan.planned[..., None]
         dtype = np.int16 if self.routers.num_experts <= np.iinfo(np.int16).max else np.int32
-        out = np.full(routes.shape, -1, dtype)
-        out[:, columns] = np.where(kept, trace.experts.astype(dtype), dtype(-1))
+        out = np.full(routes.shape, NO_ROUTE, dtype)
+        native = np.where(trace.recorded, dtype(-1), dtype(NO_ROUTE))[..., None]
+        out[:, columns] = np.where(kept, trace.experts.astype(dtype), native)
         self._count(trace, plan, known.cpu().numpy())
         return torch.from_numpy(out).to(routes.device)
 

@@ -4,17 +4,20 @@
     actor_rollout_ref.actor.megatron.router_replay.mode=R3
     actor_rollout_ref.actor.megatron.router_replay.replay_file=/path/policy.yaml   (or RAR_REPLAY_POLICY=/path/policy.yaml)
 
-Importing this module imports nothing of verl: it waits for verl's Megatron engine to be imported and wraps four functions,
+Importing this module imports nothing of verl: it waits for verl's Megatron engine to be imported and wraps five functions,
 which pass through until an engine with a policy is built. An engine that cannot do what its policy file asks is not
 built, and says why: verl swallows what a plugin raises at import, so nothing is refused there. What is wrapped:
 
     EngineRegistry.new                      refuses another backend's engine for which a policy was given
     MegatronEngine.initialize               reads the policy, checks, takes the routers of the engine's own model
     set_router_replay_data                  routes of a micro-batch, sequence by sequence: the plan is written into them
-    MegatronEngine.forward_backward_batch   counts of a pass, beside verl's metrics as rar/old/* and rar/update/*
+    MegatronEngine.forward_backward_batch   counts of a pass, beside verl's metrics
+    MegatronEngine.disable_adapter          the reference of LoRA is the actor without it; that pass is made native
 
-Counts are of this rank: its layers and rows, as the rank with the outputs reports them to verl, which averages over data
-parallel ranks. The reference model never replays. Recording (R2) is verl's own.
+In verl's log the counts are actor/rar/old/* and actor/rar/update/*: of this rank, its layers and rows, as the rank with the
+outputs reports them to verl, which averages over data parallel ranks and mini-batches. verl reports none of the old pass's own
+metrics, so its counts are in those of the updates that follow. The reference model does not replay: verl switches replay off in
+an engine of its own, the plugin where it is the actor without its adapter. Recording (R2) is verl's own.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +54,9 @@ logger = logging.getLogger(__name__)
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "MegatronEngine.initialize": ("self",),
     "MegatronEngine.forward_backward_batch": ("self", "data", "loss_function", "forward_only"),
+    "MegatronEngine.disable_adapter": ("self",),
+    "tu.assign_non_tensor": ("tensor_dict", "kwargs"),
+    "tu.get_non_tensor_data": ("data", "key", "default"),
     "set_router_replay_data": (
         "layers_topk_idx", "attention_mask", "tf_config", "vp_rank", "replay_mask", "local_cp_size", "model",
     ),
@@ -67,6 +74,7 @@ class Attached:
         planner: plans the sequences of a micro-batch.
         states: of the routers on this rank.
         metrics: of the last pass that replayed, by `old` (forward only) and `update`.
+        is_reference: the adapter is off, and the model is the reference.
     """
 
     def __init__(self, model: Any, config: Any, policy: ReplayPolicy) -> None:
@@ -75,7 +83,7 @@ class Attached:
         self.policy, self.planner = policy, SequencePlanner(policy, routers)
         self.states: list[RouterState] = take_routers(model, config, self, policy.replay)
         self._local = [routers.moe_layers.index(state.layer) for state in self.states]
-        self._planned = False
+        self._planned = self._recorded = self.is_reference = False
         self.metrics: dict[str, dict[str, float]] = {}
 
     def require_planned(self) -> None:
@@ -85,14 +93,39 @@ class Attached:
                 "verl gave routes to its routers that the plugin did not see; the policy has no effect there"
             )
 
+    @contextmanager
+    def reference(self, without_adapter: AbstractContextManager[Any]) -> Iterator[None]:
+        """Passes inside are of the reference model."""
+        with without_adapter:
+            self.is_reference = True
+            try:
+                yield
+            finally:
+                self.is_reference = False
+
+    def require_own_record(self, has_routes: bool, forward_only: bool) -> None:
+        """R2 replays what the old pass recorded, and verl records there only if the batch brings no routes.
+
+        Raises:
+            EngineError: for routes before anything was recorded: they are the rollout's, and R2 would be R3.
+        """
+        if self.policy.replay.mode != "R2" or self._recorded:
+            return
+        if has_routes:
+            raise EngineError(
+                "router_replay.mode=R2: expected a batch without routes before the first recording, found routed_experts, "
+                "which are the rollout's; set actor_rollout_ref.rollout.enable_rollout_routing_replay=False, or mode R3"
+            )
+        self._recorded = forward_only
+
     def begin(self) -> None:
         """A new pass."""
         self.planner.counts = PlanCounts.empty(len(self.planner.routers.moe_layers))
         for state in self.states:
             state.begin()
 
-    def finish(self, forward_only: bool) -> dict[str, float]:
-        """Metrics for verl, under rar/; empty for a pass without replay.
+    def finish(self, forward_only: bool) -> dict[str, list[float]]:
+        """Metrics for verl, under rar/; empty for a pass without replay. A list of one each: verl joins the lists of ranks.
 
         Raises:
             ReplayError: if a router did not ask for its routes.
@@ -103,7 +136,7 @@ class Attached:
         kind = "old" if forward_only else "update"
         self.metrics[kind] = pass_metrics(self.planner.counts, self._local, counts)
         shown = {"old": self.metrics["old"]} if forward_only else self.metrics
-        return {f"rar/{k}/{name}": value for k, values in shown.items() for name, value in values.items()}
+        return {f"rar/{k}/{name}": [value] for k, values in shown.items() for name, value in values.items()}
 
     def plan(self, routes: torch.Tensor, known: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Jagged `[B, j, L, K]` routes with their plan written in, and jagged `[B, j]` rows that may replay."""
@@ -168,7 +201,7 @@ def policy_of(engine: Any) -> ReplayPolicy | None:
     if not config.use_remove_padding:
         raise EngineError(
             "use_remove_padding=False: verl 0.9.1 then replays routes onto other tokens than they were recorded for; "
-            "set actor_rollout_ref.actor.megatron.use_remove_padding=True"
+            "set actor_rollout_ref.model.use_remove_padding=True"
         )
     return policy
 
@@ -205,16 +238,24 @@ def install(module: Any) -> None:
 
     engine_class.initialize = with_policy
     if fault is None:
-        engine_class.forward_backward_batch = _counted(engine_class.forward_backward_batch)
+        engine_class.forward_backward_batch = _counted(engine_class.forward_backward_batch, module.tu)
+        engine_class.disable_adapter = _as_reference(engine_class.disable_adapter)
         module.set_router_replay_data = _planned(module.set_router_replay_data)
 
 
-def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+def _counted(original: Callable[..., Any], tu: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         acting: Attached | None = getattr(self, "rar", None)
-        if acting is None:
+        if acting is not None and acting.is_reference:
+            tu.assign_non_tensor(data, enable_routing_replay=False)
+        if acting is None or not tu.get_non_tensor_data(data, "enable_routing_replay", False):
             return original(self, data, loss_function, forward_only)
+        try:
+            acting.require_own_record(data.get("routed_experts", None) is not None, forward_only)
+        except EngineError as error:
+            logger.error("rar: refused: %s", error)
+            raise
         acting.begin()
         output = original(self, data, loss_function, forward_only)
         found = acting.finish(forward_only)
@@ -223,6 +264,16 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return forward_backward_batch
+
+
+def _as_reference(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def disable_adapter(self: Any) -> Any:
+        acting: Attached | None = getattr(self, "rar", None)
+        context = original(self)
+        return context if acting is None else acting.reference(context)
+
+    return disable_adapter
 
 
 def _planned(original: Callable[..., Any]) -> Callable[..., Any]:

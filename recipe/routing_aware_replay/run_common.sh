@@ -4,7 +4,7 @@
 #   MODEL_PATH, TRAIN_FILES, VAL_FILES   a Hugging Face MoE and verl's parquet files (needed)
 #   NNODES, GPUS_PER_NODE                machines, 1 x 8 by default; TP, PP, EP, ROLLOUT_TP their layout
 #   SCORES                               file of expert scores, for arms that rank experts
-#   RUN_DIR                              checkpoints and the policy that was run; on a disk that all nodes see
+#   RUN_DIR                              checkpoints and the policy that was run, of one arm; on a disk that all nodes see
 #   PYTHON                               interpreter that has verl and rar_lib
 set -euo pipefail
 
@@ -18,14 +18,32 @@ shift 2
 : "${VAL_FILES:?expected a parquet file of validation prompts}"
 run_dir=${RUN_DIR:-$PWD/runs/routing_aware_replay/$arm}
 mkdir -p "$run_dir"
+run_dir=$(cd "$run_dir" && pwd)  # workers have another working directory
+
+# verl continues from the checkpoint that it finds in the folder, whichever arm wrote it.
+policy=$recipe/policies/$arm.json
+refuse() {
+  echo "run_common.sh: $run_dir: $1; set RUN_DIR to a folder of its own" >&2
+  exit 1
+}
+if [ -e "$run_dir/arm" ]; then
+  found=$(cat "$run_dir/arm")
+  [ "$found" = "$arm" ] || refuse "expected a run of arm $arm, found one of arm $found"
+elif compgen -G "$run_dir/global_step_*" > /dev/null; then
+  refuse "expected a run of arm $arm, found a checkpoint and no file arm that says whose it is"
+fi
+if [ -e "$run_dir/policy.json" ] && ! cmp -s "$policy" "$run_dir/policy.json"; then
+  refuse "expected the policy of $policy, found another in policy.json"
+fi
+echo "$arm" > "$run_dir/arm"
 
 replay=()
 if [ "$mode" != disabled ]; then
   # The policy lies with the run; a path inside it is relative to it.
-  cp "$recipe/policies/$arm.json" "$run_dir/policy.json"
+  cp "$policy" "$run_dir/policy.json"
   if grep -q '"scores"' "$run_dir/policy.json"; then
     : "${SCORES:?expected a file of expert scores, which arm $arm ranks (README.md)}"
-    cp "$SCORES" "$run_dir/scores.safetensors"
+    [ "$SCORES" -ef "$run_dir/scores.safetensors" ] || cp "$SCORES" "$run_dir/scores.safetensors"
   fi
   replay=(
     actor_rollout_ref.model.external_lib=rar_lib.integrations.verl

@@ -10,7 +10,7 @@ import torch
 
 from rar_lib.errors import ConfigError, ReplayError
 from rar_lib.integrations.policy_file import PolicyFile, ReplayPolicy
-from rar_lib.integrations.sequences import REFUSED, Routers, SequencePlanner
+from rar_lib.integrations.sequences import NO_ROUTE, REFUSED, Routers, SequencePlanner
 from rar_lib.replay.policies import POLICIES
 from rar_lib.replay.score_file import StoredScore
 from rar_lib.replay.scores import ExpertScore
@@ -89,14 +89,16 @@ def test_dense_layers_unknown_rows_and_missing_cells_stay_native() -> None:
     known = torch.tensor([True, True, True, True, False])
     full = planner(policy="full")
     found = full.plan(given, known)
-    assert (found[:, [0, 2]] == -1).all()
-    assert (found[4] == -1).all()
-    assert (found[1, 3] == -1).all()
+    assert (found[:, [0, 2]] == NO_ROUTE).all()
+    assert (found[4] == NO_ROUTE).all()
+    assert (found[1, 3] == NO_ROUTE).all()
     assert torch.equal(found[:4, 1], given[:4, 1].short())
     assert full.counts.expected.tolist() == [4, 4]
     assert full.counts.recorded.tolist() == [4, 3]
     nothing = planner(enabled=False)
-    assert (nothing.plan(given, known) == -1).all()
+    native = nothing.plan(given, known)
+    assert torch.equal(native == NO_ROUTE, found == NO_ROUTE)
+    assert (native[native != NO_ROUTE] == -1).all()
     assert nothing.counts.recorded.tolist() == [4, 3]
 
 

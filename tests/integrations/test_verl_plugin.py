@@ -43,10 +43,15 @@ POLICIES = {
 }
 REFUSED = {
     "margin": ("policy: margin\nbudget: 0.5\n", {}, "policy margin cannot be had inside another trainer"),
-    "padded": ("policy: full\n", {"use_remove_padding": False}, "use_remove_padding=False: verl 0.9.1 then replays"),
+    "padded": ("policy: full\n", {"use_remove_padding": False}, "set actor_rollout_ref.model.use_remove_padding=True"),
     "other_mode": ("mode: R2\n", {}, "mode R2, but actor.megatron.router_replay.mode is R3"),
     "other_model": ("policy: fisher\nbudget: 0.5\nscores: small.safetensors\n", {}, "expected MoE layers"),
     "typo": ("budgett: 0.5\n", {}, "budgett: no such field"),
+    "captured": (
+        "mode: R2\npolicy: full\n",
+        {"mode": "R2", "captured": True},
+        "enable_rollout_routing_replay=False, or mode",
+    ),
 }
 
 
@@ -69,7 +74,9 @@ def write_inputs(folder: Path, arms: dict[str, Any], **more: Any) -> None:
     packed: dict[str, Any] = {
         "response_mask": (np.arange(max(RESPONSES)) < np.array(RESPONSES)[:, None]).astype(np.int64)
     }
-    for name, parts in (("input_ids", ids), ("loss_mask", masks), ("routes", routes()), ("whole", routes(True))):
+    for name, parts in (("input_ids", ids), ("loss_mask", masks), ("routes", routes()), ("whole", routes(True)),
+        ("whole_rows", [np.concatenate([r, r[:1]]) for r in routes(True)]),
+    ):  # fmt: skip
         packed |= {name: np.concatenate(parts), f"{name}_lengths": [len(p) for p in parts]}
     np.savez(folder / "batch.npz", **packed)
     (folder / "jobs.json").write_text(json.dumps({"arms": arms, **more}))
@@ -128,6 +135,8 @@ def verl_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         arms[name] = {"file": arms["full"]["file"], "only_built": True, **more}
     arms["switched_off"] = {"file": str(folder / "none.yaml"), "mode": "disabled"}
     arms["padding"] = {"file": str(folder / "random.yaml")}
+    for name in ("random", "full", "record"):
+        arms[f"{name}_in_worker"] = {**arms[name], "as": "in_worker"}
     write_inputs(folder, arms)
     report, errors = in_verl(folder)
     with np.load(folder / "out.npz") as file:
@@ -203,7 +212,7 @@ def test_counts_by_hand(verl_run: Any) -> None:
     # floor(M/4 + 1/2) of each sequence's own M
     budget = sum((((n - 1) * L - missing) * K + 2) // 4 for n, missing in ((23, 3), (11, 0), (14, 0)))
     assert found["rar/old/planned"] == budget
-    assert report["full"]["metrics"]["old"]["rar/old/nominal"] == 1.0
+    assert report["full"]["metrics"]["old"]["rar/old/planned_share"] == 1.0
     assert report["none"]["metrics"]["old"]["rar/old/planned"] == 0
 
 
@@ -212,6 +221,37 @@ def test_metrics_of_both_passes_stand_beside_verls_own(verl_run: Any) -> None:
     metrics = report["random"]["metrics"]
     assert all(metrics["update"][name] == value for name, value in metrics["old"].items())
     assert any(name.startswith("rar/update/") for name in metrics["update"])
+    recorded = report["full"]["metrics"]["old"]
+    assert recorded["rar/old/missing"] == 3
+    expected = recorded["rar/old/changed_cells"] / recorded["rar/old/valid"]  # a unit of full is a cell
+    assert recorded["rar/old/forced_routers_native_local"] == expected
+
+
+@pytest.mark.parametrize("name", ["random_in_worker", "full_in_worker", "record_in_worker"])
+def test_verls_worker_takes_the_metrics_and_its_trainer_averages_them(name: str, verl_run: Any) -> None:
+    """Two mini-batches of two: joined by verl's train_mini_batch, and reduced by name."""
+    found = verl_run[0][name]
+    assert "refused" not in found, found
+    assert {n.rsplit("/", 1)[0] for n in found["lists"]} >= {"actor/rar/update"}
+    assert not [n for n in found["lists"] if "min" in n or "max" in n]  # by which verl chooses np.min and np.max
+    for metric, values in found["lists"].items():
+        assert len(values) == 2
+        assert found["logged"][metric] == pytest.approx(sum(values) / 2)
+    if name == "random_in_worker":
+        shares = found["lists"]["actor/rar/update/planned_share"]
+        assert shares[0] != shares[1]
+        planned = verl_run[0]["random"]["metrics"]["update"]["rar/update/planned"]
+        assert sum(found["lists"]["actor/rar/update/planned"]) == planned
+
+
+@pytest.mark.parametrize("name", ["random_in_worker", "full_in_worker", "record_in_worker"])
+def test_the_reference_of_lora_is_native_and_leaves_the_old_counts(name: str, verl_run: Any) -> None:
+    report, arrays, _, _ = verl_run
+    assert report[name]["adapter"] == ["off", "on"]
+    assert np.array_equal(arrays[f"{name}/reference"], arrays["verl_native/old/executed"])
+    old, after = report[name]["kept"]
+    assert old == after
+    assert bool(old) == (name != "record_in_worker")
     assert not any("rar/" in name for name in report["verl_full"]["metrics"]["update"])
 
 

@@ -4,9 +4,12 @@
 
 FOLDER holds batch.npz, the policy files and jobs.json; out.npz and out.json are written there. verl finds the plugin by the
 entry point that the caller put on the path, or late, as an external library. What is replaced, beside packed_model.py: how
-the engine builds its config and model (verl asks a bridge that needs a GPU), the optimizer, and a report of GPU memory.
+the engine builds its config and model (verl asks a bridge that needs a GPU), the optimizer, the adapter of LoRA, reports of
+GPU memory, and the profiler.
 """
 
+import contextlib
+import inspect
 import json
 import os
 import sys
@@ -35,6 +38,9 @@ from tensordict import TensorDict  # noqa: E402
 from verl.utils import tensordict_utils as tu  # noqa: E402
 from verl.utils.import_utils import import_external_libs  # noqa: E402
 from verl.utils.megatron.router_replay_utils import iter_model_routers  # noqa: E402
+from verl.utils.metric import reduce_metrics  # noqa: E402
+from verl.utils.py_functional import rename_dict  # noqa: E402
+from verl.workers import engine_workers  # noqa: E402
 from verl.workers.config.engine import EngineRouterReplayConfig, McoreEngineConfig  # noqa: E402
 
 from rar_lib.errors import RarError  # noqa: E402
@@ -44,6 +50,10 @@ import_external_libs("rar_lib.integrations.verl")  # as external_lib does: here 
 plugin = sys.modules["rar_lib.integrations.verl"]
 impl.MegatronCheckpointManager = lambda **_: None
 impl.log_gpu_memory_usage = lambda *_, **__: None
+engine_workers.get_torch_device = lambda: SimpleNamespace(max_memory_allocated=lambda: 0, max_memory_reserved=lambda: 0)
+for method in ("train_mini_batch", "train_batch", "infer_batch"):  # without ray's dispatch
+    plain = inspect.unwrap(getattr(engine_workers.TrainingWorker, method))
+    setattr(engine_workers.TrainingWorker, method, plain)
 batch = np.load(folder / "batch.npz")
 arrays, report = {}, {"light": LIGHT, "fault": plugin.find_fault(impl)}
 
@@ -66,6 +76,13 @@ class Engine(impl.MegatronEngineWithLMHead):
 
     def _build_lr_scheduler(self):
         return None
+
+    def optimizer_zero_grad(self):
+        for p in self.module[0].parameters():
+            p.grad = None
+
+    def optimizer_step(self):
+        return 0.0
 
 
 class Other(impl.MegatronEngineWithLMHead):
@@ -105,6 +122,12 @@ def build(job):
 def jagged(name):
     parts = np.split(batch[name], np.cumsum(batch[f"{name}_lengths"])[:-1])
     return torch.nested.as_nested_tensor([torch.from_numpy(p) for p in parts], layout=torch.jagged)
+
+
+def unwrapped(metrics):
+    """Values of verl's lists of one."""
+    assert all(len(v) == 1 for k, v in metrics.items() if "rar/" in k)
+    return {k: v[0] if "rar/" in k else v for k, v in metrics.items()}
 
 
 def data(micro_batch, replay, routes):
@@ -170,7 +193,8 @@ def run(name, job):
     seen, layers = listen(engine), engine.tf_config.num_layers
     replay = engine.enable_routing_replay
     size, count = job.get("micro_batch", 2), len(batch["response_mask"])
-    routes = jagged(job.get("routes", "routes")) if job.get("mode", "R3") == "R3" else None
+    brings = job.get("mode", "R3") == "R3" or job.get("captured")
+    routes = jagged(job.get("routes", "routes")) if brings else None
     old = engine.forward_backward_batch(data(job.get("old_micro_batch", 4), replay, routes), None, forward_only=True)
     keep(f"{name}/old", seen, layers, count // job.get("old_micro_batch", 4))
     arrays[f"{name}/old/log_probs"] = old["model_output"]["log_probs"].values().numpy()
@@ -185,7 +209,66 @@ def run(name, job):
     arrays[f"{name}/gradient"] = torch.cat(gradients).numpy()
     routers = [router for _, router in iter_model_routers(engine.module)]
     facts["queued"] = [len(r.replay_backward_list) + len(r.replay_backward_mask_list) for r in routers]
-    facts["metrics"] = {"old": old["metrics"], "update": new["metrics"]}
+    facts["metrics"] = {"old": unwrapped(old["metrics"]), "update": unwrapped(new["metrics"])}
+    return facts
+
+
+class Silent:
+    """Stands in for the profiler."""
+
+    rank = 0
+
+    def __getattr__(self, name):
+        return lambda *_, **__: False
+
+
+def worker_of(engine):
+    """verl's TrainingWorker on an engine: what its constructor would take from ray and from a GPU is set here."""
+    worker = object.__new__(engine_workers.TrainingWorker)
+    worker.engine, worker.device_name, worker.flops_counter = engine, "cpu", None
+    worker.profiler, worker.loss_fn, worker.model_config = Silent(), loss, {"use_remove_padding": True}
+    worker.engine_config = SimpleNamespace(
+        use_dynamic_bsz=False, micro_batch_size_per_gpu=2, infer_micro_batch_size_per_gpu=2, use_fused_kernels=False,
+        max_token_len_per_gpu=None, infer_max_token_len_per_gpu=None, forward_only=False,
+    )  # fmt: skip
+    return worker
+
+
+def in_worker(name, job):
+    """A step as verl's worker makes it: old pass, LoRA's reference on the actor, updates in two mini-batches."""
+    engine = build(job)
+    engine.lr_scheduler_step = lambda: 1e-6
+    adapter = []
+
+    @contextlib.contextmanager
+    def off(module):
+        adapter.append("off")
+        yield
+        adapter.append("on")
+
+    engine.peft_cls = SimpleNamespace(disable_adapter=off)
+    worker, seen = worker_of(engine), listen(engine)
+    routes = jagged("routes") if job.get("mode", "R3") == "R3" else None
+    given = data(2, True, routes)
+    worker.infer_batch(given)
+    facts = {"kept": [dict(engine.rar.metrics.get("old", {}))]}
+    old = torch.cat([s[3] for s in seen]).numpy()
+    if routes is None:
+        given["routed_experts"] = jagged("whole_rows")  # of R2's own old pass: all T rows
+    seen.clear()
+    tu.assign_non_tensor(given, no_lora_adapter=True)
+    worker.infer_batch(given)
+    facts["kept"].append(dict(engine.rar.metrics.get("old", {})))
+    layers = engine.tf_config.num_layers
+    reference = torch.stack([torch.cat([s[3] for s in seen if s[0] == i]) for i in range(layers)], 1).numpy()
+    arrays[f"{name}/reference"], arrays[f"{name}/old"] = reference, old
+    tu.assign_non_tensor(given, enable_routing_replay=True, mini_batch_size=2)  # verl sets it anew for every call
+    metrics = tu.get(worker.train_mini_batch(given), "metrics")
+    # as the trainer does with a worker's metrics
+    metrics = rename_dict(metrics, "actor/")
+    facts["lists"] = {k: list(v) for k, v in metrics.items() if "rar/" in k}
+    facts["logged"] = {k: float(v) for k, v in reduce_metrics(metrics).items() if "rar/" in k}
+    facts["adapter"] = adapter
     return facts
 
 
@@ -222,7 +305,7 @@ start_parallel_state()
 with without_cuda():
     for name, job in jobs["arms"].items():
         try:
-            report[name] = (padding if name == "padding" else run)(name, job)
+            report[name] = {"padding": padding, "in_worker": in_worker}.get(job.get("as", name), run)(name, job)
         except RarError as error:
             report[name] = {"refused": f"{type(error).__name__}: {error}"}
 np.savez(folder / "out.npz", **arrays)

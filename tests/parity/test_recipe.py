@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ ARMS = {
 FREE = "actor_rollout_ref.actor.megatron.override_transformer_config."
 
 
-def arguments(arm: str, folder: Path, *more: str) -> list[str]:
-    """What a run script hands to the interpreter, by an interpreter that writes it down."""
-    folder.mkdir()
+def launch(arm: str, folder: Path, *more: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with an interpreter that writes down what it is handed."""
+    folder.mkdir(exist_ok=True)
     writer = folder / "python"
     writer.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$(dirname "$0")/arguments"\n')
     writer.chmod(0o755)
@@ -37,7 +38,14 @@ def arguments(arm: str, folder: Path, *more: str) -> list[str]:
         "MODEL_PATH": "/models/moe", "TRAIN_FILES": "/data/train.parquet", "VAL_FILES": "/data/val.parquet",
         "SCORES": str(folder / "scores"), "RUN_DIR": str(folder / "run"), "PYTHON": str(writer), "EP": "4",
     }  # fmt: skip
-    subprocess.run(["bash", RECIPE / f"run_{arm}.sh", *more], env=os.environ | given, check=True)
+    command, given = ["bash", str(RECIPE / f"run_{arm}.sh"), *more], os.environ | given | variables
+    return subprocess.run(command, env=given, capture_output=True, text=True, check=False, cwd=folder)
+
+
+def arguments(arm: str, folder: Path, *more: str, **variables: str) -> list[str]:
+    """What a run script hands to the interpreter."""
+    done = launch(arm, folder, *more, **variables)
+    assert done.returncode == 0, done.stderr
     return (folder / "arguments").read_text().splitlines()
 
 
@@ -126,3 +134,37 @@ def test_arms_differ_in_the_replay_alone(tmp_path: Path) -> None:
         given = arguments(arm, tmp_path / arm)
         seen.add(tuple(a for a in given if not any(part in a for part in own)))
     assert len(seen) == 1
+
+
+def test_a_run_folder_belongs_to_one_arm_and_policy(tmp_path: Path) -> None:
+    """verl would continue from whatever checkpoint lies there."""
+    run = tmp_path / "run"
+    for arm, others in (("uniform", ("fisher", "none")), ("none", ("r3",))):
+        assert arguments(arm, tmp_path) == arguments(arm, tmp_path)
+        for other in others:
+            refused = launch(other, tmp_path)
+            assert refused.returncode == 1
+            assert f"{run}: expected a run of arm {other}, found one of arm {arm}" in refused.stderr
+        assert (run / "arm").read_text() == f"{arm}\n"
+        shutil.rmtree(run)
+    arguments("random", tmp_path)
+    (run / "policy.json").write_text('{"mode": "R3", "policy": "full"}')
+    assert "found another in policy.json" in launch("random", tmp_path).stderr
+    shutil.rmtree(run)
+    (run / "global_step_50").mkdir(parents=True)
+    assert "found a checkpoint and no file arm" in launch("r2", tmp_path).stderr
+
+
+def test_a_rerun_takes_the_scores_of_its_own_folder_and_a_relative_one_is_made_absolute(tmp_path: Path) -> None:
+    first = arguments("fisher", tmp_path)
+    assert arguments("fisher", tmp_path, SCORES=str(tmp_path / "run" / "scores.safetensors")) == first
+    assert arguments("fisher", tmp_path, RUN_DIR="run") == first
+    file = "actor_rollout_ref.actor.megatron.router_replay.replay_file"
+    assert f"{file}={tmp_path / 'run' / 'policy.json'}" in first
+
+
+def test_the_commands_of_the_readme_name_a_run_folder_each() -> None:
+    lines = [line for line in (RECIPE / "README.md").read_text().splitlines() if "bash recipe/" in line]
+    folders = [line.split("RUN_DIR=")[1].split()[0] for line in lines if line.startswith("RUN_DIR=")]
+    assert len(set(folders)) == len(lines) == 2
+    assert "export" not in "".join(lines)

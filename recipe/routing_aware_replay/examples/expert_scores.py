@@ -17,10 +17,11 @@ sys.path[:0] = [str(RECIPE), str(RECIPE.parents[1])]
 
 from routing_aware_replay.fisher_mask import expert_score, save_score  # noqa: E402
 
+from rar_lib.checkpoint import resolve_checkpoint  # noqa: E402
 from rar_lib.config import JobConfig  # noqa: E402
 from rar_lib.engines.base import TokenBatch  # noqa: E402
 from rar_lib.engines.hf_trainer import HFTrainer  # noqa: E402
-from rar_lib.errors import TraceError  # noqa: E402
+from rar_lib.errors import RarError, TraceError  # noqa: E402
 from rar_lib.replay.scores import SignalRequest  # noqa: E402
 from rar_lib.traces.wire import read_dump  # noqa: E402
 
@@ -44,9 +45,14 @@ def batch_of(dump: str) -> TokenBatch:
 
 
 def main(model: str, dump: str, out: str) -> None:
-    """Score and write."""
+    """Score and write.
+
+    Raises:
+        RarError: for a model or dump that is not there, or not what is expected.
+    """
+    path = resolve_checkpoint(model)
     job, batch = JobConfig(), batch_of(dump)
-    trainer = HFTrainer(Path(model), job.trainer, job.algorithm)
+    trainer = HFTrainer(path, job.trainer, job.algorithm)
     seen = trainer.logprobs(batch, temperature=1.0, capture=True, signals=SignalRequest(frozenset({"gate"})))
     assert seen.signals is not None
     assert seen.trace is not None
@@ -61,4 +67,7 @@ def main(model: str, dump: str, out: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 4:
         sys.exit("expected MODEL DUMP OUT.safetensors")
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except RarError as error:
+        sys.exit(str(error))

@@ -1,7 +1,8 @@
 """What a plan does where nothing moves: its record in the schema of a training step, at fixed live scores.
 
-In training the forced routes move the hidden states too, and the trainer's own counts say what happened (rar/old/* and
-rar/update/* in verl's metrics). Here everything is known, so the numbers can be checked by hand.
+In training the forced routes move the hidden states too, and the trainer's own counts say what happened (actor/rar/old/* and
+actor/rar/update/* in verl's log). Here everything is known, so the numbers can be checked by hand. `nominal` is planned_share
+in verl's log: verl reduces a name that contains "min" by the minimum, so hand it no record of this schema as it is.
 """
 
 from __future__ import annotations
