@@ -12,6 +12,7 @@ if __name__ == "__main__":
     end_with_parent()
 
 import datetime
+import gc
 import json
 import os
 import pickle
@@ -83,6 +84,7 @@ def main() -> None:
         error, result = None, None
         if name == "build":  # the new one's process groups take the place of the old one's
             trainer = None
+            gc.collect()  # Megatron's objects refer to each other, and to groups
         try:
             trainer, result = perform(trainer, name, args, kwargs)
         except Exception as caught:
