@@ -75,6 +75,14 @@ def group() -> Iterator[RankGroup]:
 
 
 @pytest.fixture
+def engines(group: RankGroup) -> EngineSession:
+    """A session that takes the ranks that are there; not closed, since they are not its own."""
+    made = EngineSession()
+    made._ranks = group
+    return made
+
+
+@pytest.fixture
 def trainer(group: RankGroup, checkpoint: Path) -> RemoteTrainer:
     one = config("trainer.expert_parallel=2")
     return RemoteTrainer(group, checkpoint, one.trainer, one.algorithm)
@@ -249,10 +257,10 @@ def test_a_run_whose_rank_is_killed_in_mid_step_resumes_to_the_same_metrics(
     pd.testing.assert_frame_equal(*tables, check_exact=True)
 
 
-def test_a_run_on_several_processes_is_the_run_on_one(tmp_path: Path) -> None:
+def test_a_run_on_several_processes_is_the_run_on_one(engines: EngineSession, tmp_path: Path) -> None:
     """The rollout and its tokens are the same until weights have moved; so is all that was measured on them."""
     first = [
-        run_job(JobConfig.build({}, [*RUN, *more]), runs_dir=tmp_path, show="off").metrics.iloc[0]
+        run_job(JobConfig.build({}, [*RUN, *more]), engines, runs_dir=tmp_path, show="off").metrics.iloc[0]
         for more in (["trainer.processes=1"], ["trainer.pipeline_parallel=2"])
     ]
     for name in (
@@ -268,7 +276,7 @@ def test_a_run_on_several_processes_is_the_run_on_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["engine=hf", "expert_parallel=2,dispatcher=alltoall"])
-def test_a_run_whose_updates_do_not_divide_by_the_ranks(tmp_path: Path, layout: str) -> None:
+def test_a_run_whose_updates_do_not_divide_by_the_ranks(engines: EngineSession, tmp_path: Path, layout: str) -> None:
     """9 answers an update on 2 ranks: fillers must round like themselves in the old pass and in the update, or new/old is not 1."""
     sizes = [
         "algorithm.prompts_per_step=6",
@@ -277,7 +285,7 @@ def test_a_run_whose_updates_do_not_divide_by_the_ranks(tmp_path: Path, layout: 
         "evaluation.prompts=3",
     ]
     job = JobConfig.build({}, [*RUN, *sizes, *(f"trainer.{one}" for one in layout.split(","))])
-    run = run_job(job, runs_dir=tmp_path, show="off")
+    run = run_job(job, engines, runs_dir=tmp_path, show="off")
     assert len(run.metrics) == 3
     assert (run.metrics["replay/update/executed_equals_resolved"] == 1).all()
 
