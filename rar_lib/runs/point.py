@@ -208,10 +208,16 @@ def _papermill(task: Task, target: Path, log: Path, watch: _Watch, lock: int) ->
 
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what went wrong is the record's cause
     path = str(target).replace("{", "{{").replace("}", "}}")  # papermill formats paths with the parameters
-    done = papermill.execute_notebook(
-        nbformat.reads(task.source, as_version=4), path, task.parameters, cwd=task.cwd, progress_bar=False, kernel_name="python3",
-        language="python", start_timeout=120, kernel_manager_class=Kernel,
-    )  # fmt: skip
+    for last in (False, True):
+        try:
+            done = papermill.execute_notebook(
+                nbformat.reads(task.source, as_version=4), path, task.parameters, cwd=task.cwd, progress_bar=False, kernel_name="python3",
+                language="python", start_timeout=120, kernel_manager_class=Kernel,
+            )  # fmt: skip
+            break
+        except RuntimeError as error:  # two kernels that start at once may choose the same ports; nothing was executed
+            if last or watch.cause or "before replying" not in str(error):
+                raise
     left = [c for c in done.cells if c.cell_type == "code" and c.source.strip() and c.execution_count is None]
     if left:  # papermill takes an exit with status 0 for an end
         raise RunError(f"{len(left)} cells were not executed: the kernel was left early")
