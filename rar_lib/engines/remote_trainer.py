@@ -29,6 +29,7 @@ import rar_lib.errors
 from rar_lib.child import PARENT
 from rar_lib.config import AlgorithmConfig, TrainerConfig
 from rar_lib.engines.base import Capture, LogprobResult, Objective, Replay, TokenBatch, UpdateResult
+from rar_lib.engines.launcher import NODES
 from rar_lib.engines.rank import FOLDER, KEY
 from rar_lib.errors import EngineError, RarError
 from rar_lib.replay.scores import SignalRequest
@@ -52,8 +53,11 @@ class RankGroup:
     """
 
     def __init__(self, processes: int) -> None:
-        if torch.cuda.is_available() and torch.cuda.device_count() < processes:
-            raise EngineError(f"trainer.processes {processes}: expected a GPU each, found {torch.cuda.device_count()}")
+        here = processes // int(os.environ.get(NODES, "1"))
+        if torch.cuda.is_available() and torch.cuda.device_count() < here:
+            raise EngineError(
+                f"trainer.processes {processes}: expected a GPU for each of the {here} on this machine, found {torch.cuda.device_count()}"
+            )
         self.processes, self.built, self._named = processes, 0, False
         self.folder = Path(tempfile.mkdtemp(prefix="rar-ranks-"))
         if len(str(self.folder)) > LONGEST:
