@@ -89,9 +89,8 @@ def estimate(
     """
     config = resolve_engines(config, lambda _: None)
     path = resolve_checkpoint(config.model.path)
-    # What does not go together is refused before anything is started.
-    require_fit(config, path, Planner(config.router_replay).request(0))
-    model, header = load_model_config(path), router_header(path)
+    planner, model, header = Planner(config.router_replay), load_model_config(path), router_header(path)
+    require_fit(config, path, planner.request(0))  # what does not go together is refused before anything is started
     sizes: dict[str, int] = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:

@@ -93,8 +93,8 @@ def run_job(
     config = resolve_engines(config, say)
     path, task = resolve_checkpoint(config.model.path), Task(config.task)
     planner = Planner(config.router_replay)  # what does not go together is refused before anything is started
-    require_fit(config, path, planner.request(0))
     router_header(path)  # a model without replayable routers is refused before anything is started
+    require_fit(config, path, planner.request(0))
     digests = {"checkpoint": digest_checkpoint(path), "task": task.digest()}
     store = RunStore(runs_dir or RUNS_DIR, config, digests)
     with store.held():

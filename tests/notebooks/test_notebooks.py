@@ -68,6 +68,13 @@ def test_house_rules(path: Path) -> None:
     assert faults(notebook) == []
 
 
+def test_make_test_runs_every_notebook_once() -> None:
+    """Strictly or laxly, by name in the Makefile."""
+    lines = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(("DETERMINISTIC", "LAX"))]
+    named = [word for line in lines for word in re.findall(r"\b\d\d_[a-z_]+", line)]
+    assert sorted(named) == [path.stem for path in NOTEBOOKS]
+
+
 def test_the_linter_finds_each_breach() -> None:
     """A check must be able to fail."""
     new = nbformat.v4
