@@ -6,16 +6,15 @@ looked for in the folder of the plan.
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from rar_lib.errors import ReplayError
 from rar_lib.replay.plan import ReplayPlan
+from rar_lib.replay.stored import read_stored, write_stored
 from rar_lib.traces.trace import RouteTrace
 
 _KEY = "rar_plan"
@@ -30,10 +29,7 @@ def save_plan(plan: ReplayPlan, path: str | Path) -> Path:
     arrays = {"planned": np.ascontiguousarray(plan.planned)}
     if plan.bias is not None:
         arrays["bias"] = np.ascontiguousarray(plan.bias)
-    partial = path.with_name(path.name + ".partial")
-    save_file(arrays, partial, metadata={_KEY: json.dumps(facts, sort_keys=True)})
-    partial.replace(path)
-    return path
+    return write_stored(path, _KEY, facts, arrays)
 
 
 def load_plan(path: str | Path) -> ReplayPlan:
@@ -43,14 +39,7 @@ def load_plan(path: str | Path) -> ReplayPlan:
         ReplayError: for a file that is not there, or holds something else.
     """
     path = Path(path)
-    try:
-        with safe_open(path, framework="numpy") as file:
-            facts = json.loads((file.metadata() or {}).get(_KEY, "null"))
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise ReplayError(f"{path}: expected a stored plan, found nothing there") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ReplayError(f"{path}: expected a safetensors file, found: {error}") from None
+    facts, arrays = read_stored(path, _KEY, "a stored plan", ReplayError)
     if not isinstance(facts, dict) or set(facts) != _FACTS or not {"planned"} <= set(arrays) <= {"planned", "bias"}:
         raise ReplayError(f"{path}: expected a stored plan (planned, and bias at most), found {sorted(arrays)}")
     requested = None if facts["requested"] is None else Fraction(facts["requested"])

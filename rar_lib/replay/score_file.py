@@ -6,16 +6,14 @@ whose MoE layers differ cannot be mistaken for each other.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from rar_lib.errors import ConfigError
 from rar_lib.replay.scores import ExpertScore, Stability
+from rar_lib.replay.stored import read_stored, write_stored
 
 _KEY = "rar_score"
 
@@ -52,10 +50,7 @@ def save_score(score: ExpertScore, moe_layers: tuple[int, ...], path: str | Path
         "stability": None if score.stability is None else asdict(score.stability),
     }
     arrays = {"values": np.asarray(score.values, np.float64), "count": np.asarray(score.count, np.float64)}
-    partial = path.with_name(path.name + ".partial")
-    save_file(arrays, partial, metadata={_KEY: json.dumps(facts)})
-    partial.replace(path)
-    return path
+    return write_stored(path, _KEY, facts, arrays)
 
 
 def load_score(path: str | Path) -> StoredScore:
@@ -65,18 +60,11 @@ def load_score(path: str | Path) -> StoredScore:
         ConfigError: for a file that is not there, or holds something else, or values that no score has.
     """
     path = Path(path)
-    try:
-        with safe_open(path, framework="numpy") as file:
-            facts = json.loads((file.metadata() or {}).get(_KEY, "null"))
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: expected a file of expert scores, found nothing there") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"{path}: expected a safetensors file, found: {error}") from None
+    facts, arrays = read_stored(path, _KEY, "a file of expert scores", ConfigError)
     if not isinstance(facts, dict) or set(arrays) != {"values", "count"}:
         raise ConfigError(f"{path}: expected expert scores (values and count), found {sorted(arrays)}")
     layers, stability = tuple(facts.pop("moe_layers")), facts.pop("stability")
-    score = ExpertScore(**arrays, **facts, stability=None if stability is None else Stability(**stability))
+    score = ExpertScore(arrays["values"], arrays["count"], **facts, stability=None if stability is None else Stability(**stability))
     _require(score, layers, path)
     return StoredScore(score, layers)
 
