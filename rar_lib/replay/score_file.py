@@ -64,7 +64,9 @@ def load_score(path: str | Path) -> StoredScore:
     if not isinstance(facts, dict) or set(arrays) != {"values", "count"}:
         raise ConfigError(f"{path}: expected expert scores (values and count), found {sorted(arrays)}")
     layers, stability = tuple(facts.pop("moe_layers")), facts.pop("stability")
-    score = ExpertScore(arrays["values"], arrays["count"], **facts, stability=None if stability is None else Stability(**stability))
+    score = ExpertScore(
+        arrays["values"], arrays["count"], **facts, stability=None if stability is None else Stability(**stability)
+    )
     _require(score, layers, path)
     return StoredScore(score, layers)
 
