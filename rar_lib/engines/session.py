@@ -20,6 +20,7 @@ from rar_lib.checkpoint import SpecialTokens, load_model_config
 from rar_lib.config import JobConfig, RolloutConfig
 from rar_lib.engines.base import Rollout, Trainer
 from rar_lib.engines.seen import require_experts
+from rar_lib.engines.trainers import build_trainer
 from rar_lib.errors import EngineError
 from rar_lib.replay.scores import SignalRequest
 
@@ -147,13 +148,7 @@ class EngineSession:
                     self._ranks.close()
                 self._ranks = RankGroup(config.trainer.processes)
             return RemoteTrainer(self._ranks, path, config.trainer, config.algorithm)
-        if config.trainer.engine == "megatron":
-            from rar_lib.engines.megatron_trainer import MegatronTrainer
-
-            return MegatronTrainer(path, config.trainer, config.algorithm)
-        from rar_lib.engines.hf_trainer import HFTrainer
-
-        return HFTrainer(path, config.trainer, config.algorithm)
+        return build_trainer(path, config.trainer, config.algorithm)
 
     def _require_vllm(self, config: JobConfig, path: Path, special: SpecialTokens) -> None:
         key = (str(path), config.rollout.dtype)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from rar_lib.config import JobConfig
+from rar_lib.config import AlgorithmConfig, JobConfig, TrainerConfig
 from rar_lib.engines.base import Replay, TokenBatch
 from rar_lib.engines.hf_rollout import HFRollout
 from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.megatron_trainer import MegatronTrainer
+from rar_lib.engines.trainers import TRAINERS, build_trainer
+from rar_lib.errors import EngineError
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import k3
 from rar_lib.replay.control import wrong_routes
@@ -49,6 +51,13 @@ def gradients(trainer: Any) -> torch.Tensor:
     if trainer.name == "megatron":
         return torch.cat([p.main_grad.reshape(-1) for p in trainer.model.parameters()]).clone()
     return torch.cat([p.grad.reshape(-1) for p in trainer.model.parameters()]).clone()
+
+
+def test_every_trainer_that_a_config_can_name_is_registered() -> None:
+    names = get_args(TrainerConfig.model_fields["engine"].annotation)
+    assert set(TRAINERS) | {"auto"} == set(names)
+    with pytest.raises(EngineError, match=r"trainer.engine: expected one of megatron, hf, found 'auto'"):
+        build_trainer(Path(), TrainerConfig(engine="auto"), AlgorithmConfig())
 
 
 # ------------------------------------------------------------------ 1: the zero-mismatch setting
