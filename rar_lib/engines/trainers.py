@@ -25,7 +25,7 @@ def _hf(path: Path, config: TrainerConfig, algorithm: AlgorithmConfig) -> Traine
     return HFTrainer(path, config, algorithm)
 
 
-TRAINERS: dict[str, Callable[[Path, TrainerConfig, AlgorithmConfig], Trainer]] = {"megatron": _megatron, "hf": _hf}
+TRAINERS: dict[str, Callable[[Path, TrainerConfig, AlgorithmConfig], Trainer]] = {"hf": _hf, "megatron": _megatron}
 
 
 def build_trainer(path: Path, config: TrainerConfig, algorithm: AlgorithmConfig) -> Trainer:
