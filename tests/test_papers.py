@@ -38,7 +38,7 @@ from tests.replay.families import FAMILIES
 from tests.traces.writers import jsonl, make_batch
 
 ROOT = Path(__file__).resolve().parents[1]
-PAPERS = ("CONTRIBUTING.md", "CHANGELOG.md", "LOG.md")
+PAPERS = ("CONTRIBUTING.md", "CHANGELOG.md", "LOG.md", "README.md")
 RECIPES = ("policy", "reader", "metric", "figure", "engine")
 LINES, LENGTH = 10, 260
 VERDICTS = (
@@ -62,8 +62,8 @@ def quoted(text: str) -> list[str]:
 
 
 def is_path(word: str) -> bool:
-    """A path below the repository, not a placeholder such as FOLDER/FILE."""
-    return word in TOPS or ("/" in word and word.split("/")[0] in TOPS)
+    """A path below the repository, not a placeholder such as FOLDER/FILE or runs/<name>."""
+    return word in TOPS or ("/" in word and word.split("/")[0] in TOPS and "<" not in word)
 
 
 @cache
