@@ -52,7 +52,7 @@ def gradients(trainer: Any) -> torch.Tensor:
 def test_every_trainer_that_a_config_can_name_is_registered() -> None:
     names = get_args(TrainerConfig.model_fields["engine"].annotation)
     assert set(TRAINERS) | {"auto"} == set(names)
-    with pytest.raises(EngineError, match=r"trainer.engine: expected one of hf, megatron, found 'auto'"):
+    with pytest.raises(EngineError, match=f"trainer.engine: expected one of {', '.join(TRAINERS)}, found 'auto'"):
         build_trainer(Path(), TrainerConfig(engine="auto"), AlgorithmConfig())
 
 
