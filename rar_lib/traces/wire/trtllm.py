@@ -18,7 +18,7 @@ from rar_lib.traces.wire.pickles import plain
 from rar_lib.traces.wire.vllm import _dump
 
 
-def claims(content: Content) -> str | None:
+def _claims(content: Content) -> str | None:
     if content.kind != "torch" or not isinstance(content.value, list):
         return None
     for record in content.value:
@@ -35,8 +35,8 @@ def from_outputs(outputs: Iterable[Any], *, path: str = "request outputs", versi
     return _dump(outputs, "tensorrt-llm", path, version, "one array, MoE layers", "moe")
 
 
-def read(content: Content) -> Dump:
+def _read(content: Content) -> Dump:
     return from_outputs(content.value, path=str(content.path))
 
 
-READERS = (Reader("tensorrt-llm", "request outputs of TensorRT-LLM, a torch file", claims, read),)
+READERS = (Reader("tensorrt-llm", "request outputs of TensorRT-LLM, a torch file", _claims, _read),)
