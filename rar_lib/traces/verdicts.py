@@ -248,9 +248,11 @@ class Verdict:
 
     @property
     def kind(self) -> Kind:
+        """Cause and remedy of its code."""
         return KINDS[self.code]
 
     def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, cause and remedy included."""
         return {**asdict(self), "cause": self.kind.cause, "do": self.kind.do}
 
     def __str__(self) -> str:

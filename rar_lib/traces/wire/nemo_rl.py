@@ -25,7 +25,7 @@ WIRE = re.compile(r"nrlre1:(int8|int16|int32):(\d{1,9})x(\d{1,6})x(\d{1,6}):([A-
 
 
 def decode(where: str, text: str) -> np.ndarray:
-    """`[S, L, K]` of a wire string.
+    """`[S, L, K]` of a wire string, int8, int16 or int32.
 
     Raises:
         TraceError: if it does not follow the grammar, or shape and payload differ.

@@ -43,7 +43,7 @@ def _claims_http(content: Content) -> str | None:
 
 
 def unpack(where: str, packed: Mapping[str, Any]) -> np.ndarray:
-    """`[rows, L, K]` of a packed answer.
+    """`[rows, L, K]` of a packed answer: uint8 or uint16; int32 for base85.
 
     Raises:
         TraceError: on an unknown type, or a payload that does not fit its shape.

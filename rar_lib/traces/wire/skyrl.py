@@ -39,7 +39,7 @@ def _claims_http(content: Content) -> str | None:
 
 
 def unpack(where: str, packed: Mapping[str, Any]) -> np.ndarray:
-    """`[T, L, K]` of a packed answer.
+    """`[T, L, K]` of a packed answer, in the type that it names.
 
     Raises:
         TraceError: on an unknown type, or a payload that does not fit its shape.

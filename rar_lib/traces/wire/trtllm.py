@@ -31,7 +31,11 @@ def _claims(content: Content) -> str | None:
 
 
 def from_outputs(outputs: Iterable[Any], *, path: str = "request outputs", version: str = "") -> Dump:
-    """Live outputs of an engine in this process, or dicts with their field names. See `wire.vllm.from_outputs`."""
+    """Live outputs of an engine in this process, or dicts with their field names. Arguments as for `wire.vllm.from_outputs`.
+
+    Raises:
+        TraceError: as there.
+    """
     return _dump(outputs, "tensorrt-llm", path, version, "one array, MoE layers", "moe")
 
 

@@ -113,7 +113,11 @@ def proto_state(content: Content, path: str) -> tuple[Any, ...] | None:
 
 
 def proto_columns(where: str, first: Any) -> dict[str, Column]:
-    """Columns of a DataProto's batch: bytes of a torch file, the same behind a BytesIO, or the numpy form."""
+    """Columns of a DataProto's batch: bytes of a torch file, the same behind a BytesIO, or the numpy form.
+
+    Raises:
+        TraceError: if it is none of these.
+    """
     if isinstance(first, io.BytesIO):
         first = first.getvalue()
     if isinstance(first, bytes | bytearray):
@@ -156,6 +160,13 @@ def _read_v0(content: Content) -> Dump:
 def padded_routes(where: str, fields: Mapping[str, Column], i: int, width: int, at: np.ndarray) -> np.ndarray | None:
     """Routes of the tokens of a padded row, `[T, L, K]`, or None where the batch has none.
 
+    Args:
+        where: place, for messages.
+        fields: columns of the batch.
+        i: the row.
+        width: of the attention mask.
+        at: `[T]` positions of the row's tokens.
+
     Raises:
         TraceError: if the routes are of another width than the mask.
     """
@@ -168,7 +179,7 @@ def padded_routes(where: str, fields: Mapping[str, Column], i: int, width: int, 
 
 
 def require_run(where: str, at: np.ndarray) -> None:
-    """Tokens of a padded row must lie side by side.
+    """Tokens of a padded row must lie side by side: `at` are their positions `[T]`, rising.
 
     Raises:
         TraceError: if the attention mask has holes.
