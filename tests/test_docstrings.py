@@ -22,7 +22,7 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 ERRORS = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
 ARRAYS = {"ndarray", "Tensor", "Array"}
 # `[S, T]`, `[..., E]` or `routed_experts [T - 1, L, K]`, but neither `choices[0].text` nor `list[int]`
-SHAPE = re.compile(r"`[^`\n]*(?<![\w\])])\[[\w .,*+/()-]+\][^`\n]*`|\bscalars?\b|\bany shape\b")
+SHAPE = re.compile(r"`[^`\n]*(?<![\w\])])\[[\w .,*+/()-]+\][^`\n]*`|\bscalars?\b|\b[Aa]ny shape\b")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -86,7 +86,7 @@ def house_style() -> Iterator[None]:
 def new_figure(
     width: float = COLUMN_WIDTH, height: float = 2.6, columns: int = 1, rows: int = 1, **more: Any
 ) -> tuple[Figure, Any]:
-    """A figure with one axes, or an array of them.
+    """A figure of `width` x `height` inches with one axes, or an array of them.
 
     It is closed for pyplot, so that a notebook shows it only where it is asked to.
     """
@@ -135,6 +135,10 @@ def lines_by_policy(axes: Any, table: pd.DataFrame) -> int:
     """One line a policy over steps, with a band over seeds where there are several, and at most BANDS policies.
 
     A line ends, with a cross, where a seed has no further value: a run that diverged must not lift the mean of those that did not.
+
+    Args:
+        axes: to draw on.
+        table: policy, seed, step, value.
 
     Returns:
         The largest number of seeds of a policy.
