@@ -1,7 +1,7 @@
 """What a docstring owes its reader: that it is there, the shapes of arrays, and the errors that the body raises.
 
-Read from the source, so no module is imported. That a shape is named can be checked here; that it is the right one cannot.
-Errors that all methods of a class raise may be named once, by the class.
+Read from the source, so no module is imported. That a shape is named can be checked here; that it is the right one
+cannot. Errors that all methods of a class raise may be named once, by the class.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def passes_arrays(node: ast.Module | ast.ClassDef | Function) -> bool:
 
 
 def raised_by(node: ast.Module | ast.ClassDef | Function) -> set[str]:
-    """The library's errors that a body raises by name, functions defined inside it left out. A class raises what making one raises."""
+    """The library's errors that a body raises by name, not in functions inside it. Of a class: those of making one."""
     if isinstance(node, ast.Module):
         return set()
     if isinstance(node, ast.ClassDef):

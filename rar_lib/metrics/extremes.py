@@ -34,8 +34,8 @@ def extreme_tokens(
         decode: turns token ids into text, for a readable column.
 
     Returns:
-        One row a token: `sequence`, `position`, `token`, `logp_a`, `logp_b` (nats), `delta` (B - A, nats), `layers_flipped` (None where the
-        input's routes are not known in every layer), `text` with `decode`.
+        One row a token: `sequence`, `position`, `token`, `logp_a`, `logp_b` (nats), `delta` (B - A, nats),
+        `layers_flipped` (None where the input's routes are not known in every layer), `text` with `decode`.
 
     Raises:
         TraceError: if a side carries no log-probs, the first no token ids, or the two are of other tokens or routers.
@@ -67,6 +67,12 @@ def extreme_tokens(
 
 def context_of(trace: RouteTrace, sequence: int, position: int, decode: Decode, before: int = 24) -> str:
     """The text of up to `before` tokens before a token, and the token itself in brackets: `...25 + 17 = [42]`.
+
+    Args:
+        trace: a record with token ids.
+        sequence, position: of the token.
+        decode: turns token ids into text.
+        before: tokens to show before it.
 
     Raises:
         TraceError: if the record carries no token ids.

@@ -56,7 +56,7 @@ def entropy(p: np.ndarray) -> np.ndarray:
 
 
 def js_divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Jensen-Shannon divergence in nats, `[..., E]` shares to `[...]`: symmetric, from 0 (equal) to log 2 (disjoint)."""
+    """Jensen-Shannon divergence in nats, `[..., E]` shares to `[...]`: symmetric, 0 (equal) to log 2 (disjoint)."""
     return np.clip(entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2, 0, np.log(2))
 
 
@@ -179,8 +179,15 @@ def router_shift_ratio(r_old: np.ndarray, r_new: np.ndarray, ids_old: np.ndarray
 def shift_summary(
     gamma: np.ndarray, floor: float = 0.8, quantiles: Sequence[float] = (0.9, 0.99)
 ) -> dict[str, float | None]:
-    """What there is to say of γ `[N]` (`router_shift_ratio`): `mean`, `below_floor` (share below `floor`, RSPO's 0.8 by default), and
-    `shift_p90`, `shift_p99`: quantiles of the shift -log γ in nats. None without tokens.
+    """Mean of γ, the share of tokens below a floor, and high quantiles of the shift -log γ.
+
+    Args:
+        gamma: `[N]`, see `router_shift_ratio`.
+        floor: by default the smallest weight that RSPO gives (arXiv 2510.23027).
+        quantiles: of the shift.
+
+    Returns:
+        `mean`, `below_floor`, and `shift_p90`, `shift_p99` in nats; None without tokens.
     """
     if not len(gamma):
         return {"mean": None, "below_floor": None, **{f"shift_p{100 * q:g}": None for q in quantiles}}

@@ -61,21 +61,27 @@ def k3_terms(delta: np.ndarray) -> np.ndarray:
 
 
 def k1(logp_a: Array, logp_b: Array, mask: Array) -> float | None:
-    """mean(-Δ) in nats: the signed estimate of KL(B‖A) on samples of B. Any shape, as `log_ratio`; None without tokens."""
+    """mean(-Δ) in nats: the signed estimate of KL(B‖A) on samples of B.
+
+    Arrays of any shape, as `log_ratio`; None without tokens.
+    """
     delta = log_ratio(logp_a, logp_b, mask)
     return float(np.mean(-delta)) if delta.size else None
 
 
 def k3(logp_a: Array, logp_b: Array, mask: Array) -> float | None:
-    """mean(expm1(Δ) - Δ) in nats, >= 0: on samples of B an unbiased estimate of KL(B‖A). Any shape, as `log_ratio`; None without tokens."""
+    """mean(expm1(Δ) - Δ) in nats, >= 0: on samples of B an unbiased estimate of KL(B‖A).
+
+    Arrays of any shape, as `log_ratio`; None without tokens.
+    """
     delta = log_ratio(logp_a, logp_b, mask)
     return float(np.mean(k3_terms(delta))) if delta.size else None
 
 
 def extreme_token_fraction(logp_a: Array, logp_b: Array, mask: Array, tau: float = 2.0) -> float | None:
-    """F(τ): share of tokens whose probability ratio lies outside [1/τ, τ] (arXiv 2510.11370). Symmetric in A, B; non-increasing in τ.
+    """F(τ): share of tokens whose probability ratio lies outside [1/τ, τ] (arXiv 2510.11370).
 
-    Arrays of any shape, as `log_ratio`; None without tokens.
+    Symmetric in A and B, non-increasing in τ. Arrays of any shape, as `log_ratio`; None without tokens.
 
     Raises:
         ValueError: for τ below 1.
@@ -122,7 +128,8 @@ def mismatch(
 
     Returns:
         k1, k3, extreme_fraction_tau{τ}, abs_{mean,p50,p95,p99,max} of |Δ| (nats), probs_diff_{mean,max,std} (verl's
-        rollout_probs_diff, on probabilities), pearson, ess, ratio_max (of exp Δ) and tokens. Values are None without tokens.
+        rollout_probs_diff, on probabilities), pearson, ess, ratio_max (of exp Δ) and tokens. Values are None without
+        tokens.
 
     Raises:
         ValueError: if shapes differ, or a value under the mask is not finite; for τ below 1.
@@ -153,9 +160,10 @@ def mismatch(
 
 
 def sequence_log_ratios(logp_a: Array, logp_b: Array, mask: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Per sequence of `[S, T]`: (ΣΔ, mean Δ), each `[S]` in nats; exp of them are seq_ratio and geo_ratio (GSPO, arXiv 2507.18071).
+    """Per sequence of `[S, T]`: (ΣΔ, mean Δ), each `[S]` in nats.
 
-    A sequence without response tokens gives NaN in the second and 0 in the first.
+    exp of them are seq_ratio and geo_ratio (GSPO, arXiv 2507.18071). A sequence without response tokens gives 0 in the
+    first and NaN in the second.
     """
     keep = np.asarray(mask, dtype=bool)
     _masked(logp_a, logp_b, mask=keep)  # refuses what is not finite
@@ -167,12 +175,12 @@ def sequence_log_ratios(logp_a: Array, logp_b: Array, mask: Array) -> tuple[np.n
 def bad_update_fraction(
     logp_new: Array, logp_rollout: Array, advantages: Array, mask: Array, delta: float
 ) -> float | None:
-    """Share of tokens with A < 0 whose probability fell from μ to new by at least δ (arXiv 2602.04879); non-increasing in δ.
+    """Share of tokens with A < 0 whose probability fell from μ to new by at least δ (arXiv 2602.04879).
 
     Args:
         logp_new, logp_rollout, mask: as for `log_ratio`, any shape.
         advantages: one a token, of the same shape.
-        delta: δ, a difference of probabilities.
+        delta: δ, a difference of probabilities; the share falls as it grows.
 
     Raises:
         ValueError: for an advantage under the mask that is not finite, and as `log_ratio`.
@@ -187,7 +195,11 @@ def bad_update_fraction(
 def factorisation(
     logp_rollout: Array, logp_old: Array, logp_new: Array, mask: Array
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """log(new/μ) = log(old/μ) + log(new/old) per masked token: total, engine mismatch and policy drift, each `[n]` in nats."""
+    """log(new/μ) = log(old/μ) + log(new/old) per masked token.
+
+    Returns:
+        The total, the mismatch of the engines and the drift of the policy, each `[n]` float64 in nats.
+    """
     engines = log_ratio(logp_old, logp_rollout, mask)
     drift = log_ratio(logp_new, logp_old, mask)
     return log_ratio(logp_new, logp_rollout, mask), engines, drift
@@ -199,8 +211,8 @@ def noise_floor(
     """The disagreement of one engine with itself on the same tokens.
 
     For a rollout engine: log-probs while decoding against its own re-scoring. For a trainer: the same batch under
-    another micro-batch split (a plain repeat is bit-equal on a CPU and says nothing). Arrays of any shape, as `log_ratio`. Returns
-    k3, abs_mean and abs_max, in nats.
+    another micro-batch split (a plain repeat is bit-equal on a CPU and says nothing). Arrays of any shape, as
+    `log_ratio`. Returns k3, abs_mean and abs_max, in nats.
     """
     values = mismatch(logp_again, logp_once, mask)
     return {prefix + name: values[name] for name in ("k3", "abs_mean", "abs_max")}

@@ -77,7 +77,8 @@ def require_gates(native: np.ndarray, moved: np.ndarray, header: TraceHeader) ->
     """Replayed gate weights must reach the experts: some routers take only the ids of their pick and weigh in another way.
 
     Args:
-        native, moved: log-probs of a native pass and of one under its own routes with wrong_gates, in nats; any shape that both have.
+        native, moved: log-probs of a native pass and of one under its own routes with wrong_gates, in nats; any shape
+            that both have.
         header: of the routers. With one expert a token, whose weight a router may renormalise to 1, nothing need move.
 
     Raises:

@@ -161,8 +161,17 @@ def plan_row(plan: ReplayPlan, world: World) -> dict[str, float | None]:
 def synthetic_frontier(
     world: World, policies: Sequence[str], budgets: Sequence[str], unit: Unit = "token_layer"
 ) -> pd.DataFrame:
-    """A row a policy and budget: policy, budget, and plan_row. Policies that do not have the unit, or no matched budget, are
-    left out."""
+    """A row a policy and budget: policy, budget, and plan_row.
+
+    Args:
+        world: of `synthetic_world`.
+        policies: names; those that do not have the unit, or no matched budget, are left out.
+        budgets: shares β.
+        unit: what is counted and forced.
+
+    Raises:
+        ConfigError: for a policy that does not exist, or a budget outside [0, 1].
+    """
     rows = []
     for name in policies:
         policy = get_policy(name)

@@ -87,7 +87,7 @@ def valid_units(trace: RouteTrace, unit: Unit) -> np.ndarray:
 
 
 def unit_cells(trace: RouteTrace, unit: Unit) -> np.ndarray:
-    """Index of the cell of each unit, int64: `[N, L, K]` layer * E + expert for slots, `[N, L]` the layer for whole sets."""
+    """Index of the cell of each unit, int64: layer * E + expert `[N, L, K]` for slots, the layer `[N, L]` for sets."""
     layers = np.arange(trace.header.num_layers, dtype=np.int64)[None, :]
     if unit == "token_layer":
         return np.broadcast_to(layers, trace.experts.shape[:2])

@@ -13,7 +13,8 @@ from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
 
 
 def describe_routers(model: torch.nn.Module) -> TraceHeader:
-    """Header of a trace of this model: E, K and MoE layer numbers of its routers (source `old`); of the whole model on a pipeline stage.
+    """Header of a trace of this model: E, K and MoE layer numbers of its routers (source `old`); of the whole model
+    on a pipeline stage.
 
     Raises:
         ReplayError: if routers differ in E or K, or the model has none whose pick can be intercepted.
@@ -35,7 +36,8 @@ class Recording:
     """Routes collected at the points of a model while its context is open.
 
     Attributes:
-        last: after `take`, what was kept beside the ids: `margins` `[S, T, L]`, `scores` `[S, T, L, E]`, in the router's dtype.
+        last: after `take`, what was kept beside the ids: `margins` `[S, T, L]`, `scores` `[S, T, L, E]`, in the
+            router's dtype.
     """
 
     def __init__(self, model: torch.nn.Module, *, margins: bool = False, scores: bool = False) -> None:

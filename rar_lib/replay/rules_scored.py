@@ -61,7 +61,7 @@ class Fisher:
 
 
 def permuted_within_layers(values: np.ndarray, seed: int, batch: int = 0) -> np.ndarray:
-    """`[L, E]` with the finite values of each layer exchanged by key; what is unscored stays where it is."""
+    """`[L, E]` with the finite values of each layer exchanged by a key of seed and batch; unscored cells stay so."""
     out = values.copy()
     for layer, row in enumerate(values):
         scored = np.flatnonzero(np.isfinite(row))

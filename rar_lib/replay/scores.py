@@ -9,8 +9,8 @@ of the sequence's gradient is an unbiased estimate of the sum over its tokens (a
     param        squared norm of the route's part of ∂ℓ/∂θ_e (per-example norms, arXiv 1510.01799): exact where an expert
                  sees one token of a sequence, else without the terms between its tokens
     param_exact  squared norm of ∂ℓ/∂θ_e per sequence, between-token terms included: the reference for `param`
-    swap         [g_e (a_r - a_e)]², the square of the first-order change of ℓ if the runner-up r took the place of e; KL
-                 is about half its mean
+    swap         [g_e (a_r - a_e)]², the first-order change of ℓ if the runner-up r took the place of e, squared: KL is
+                 about half its mean
 
 u = ∂ℓ/∂y at the output of the experts, o_e an expert's output, a_e = <u, o_e> = ∂ℓ/∂g_e, g_e its gate.
 """
@@ -224,10 +224,15 @@ class ExpertScore:
 
 
 def aggregate(sums: ScoreSums, aggregation: Aggregation, shrinkage: float = 32.0) -> np.ndarray:
-    """`[L, E]` from N and C; -inf where C is 0.
+    """`[L, E]` float64 from N and C; -inf where C is 0.
 
     mass N; per_route and gate_free N/C (for gate_free, N is of q/g²); shrunk (N + κ·layer mean)/(C + κ), the layer mean
-    being ΣN/ΣC, so that a cell of few routes says little. κ is `shrinkage`, in routes.
+    being ΣN/ΣC, so that a cell of few routes says little.
+
+    Args:
+        sums: N and C.
+        aggregation: one of AGGREGATIONS.
+        shrinkage: κ, in routes.
 
     Raises:
         ConfigError: for an unknown aggregation.
@@ -317,7 +322,12 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def stability(first: np.ndarray, second: np.ndarray, *, permutations: int = 200, seed: int = 0) -> Stability:
-    """Split-half agreement of two `[L, E]` scores (-inf: unscored) beside its within-layer permutation null."""
+    """Split-half agreement beside its within-layer permutation null.
+
+    Args:
+        first, second: `[L, E]` scores of the halves, -inf where unscored.
+        permutations, seed: of the null.
+    """
     rng = np.random.default_rng(seed)
     null = [rank_agreement(first, rng.permuted(second, axis=1)) for _ in range(permutations)]
     drawn = [value for value in null if value is not None]

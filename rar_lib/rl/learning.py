@@ -103,8 +103,8 @@ class ShareObjective:
         logp_rollout, anchor: `[n, T]` in nats.
         weight: `[n, T]` importance weights, or None.
         scale: `[n, T]`, turns the mean over all response tokens of the update into the objective's own mean.
-        routers: of the old pass: probabilities `[n, T, L, E]` float64, executed ids `[n, T, L, K]` int64, and whether a token was routed in
-            every layer `[n, T]` bool; None without RSPO.
+        routers: of the old pass: probabilities `[n, T, L, E]` float64, executed ids `[n, T, L, K]` int64, and whether
+            a token was routed in every layer `[n, T]` bool; None without RSPO.
     """
 
     algorithm: AlgorithmConfig

@@ -25,8 +25,8 @@ class Status(IntEnum):
 class TraceHeader(BaseModel):
     """What the numbers of a trace mean. Frozen; unknown fields are refused.
 
-    `source` is the pass that was recorded: the rollout, the trainer's old-log-prob pass or one inside an update. `sampling` holds the
-    rollout's settings, for people.
+    `source` is the pass that was recorded: the rollout, the trainer's old-log-prob pass or one inside an update.
+    `sampling` holds the rollout's settings, for people.
 
     Raises:
         ValidationError: (pydantic's, a ValueError) for K above E, layers that do not rise, or another schema.

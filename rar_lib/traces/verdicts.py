@@ -260,7 +260,7 @@ class Verdict:
 
 
 def verdict(code: str, where: str, seen: str, *, severity: Severity | None = None, **more: Any) -> Verdict:
-    """A verdict with the severity of its kind, unless another is given."""
+    """A verdict with the severity of its kind, unless another is given; `more` are other attributes of `Verdict`."""
     return Verdict(code, where, seen, KINDS[code].severity if severity is None else severity, **more)
 
 

@@ -41,6 +41,12 @@ def positions(
 ) -> tuple[int, ...]:
     """Where the MoE layers lie on a layer axis of this length.
 
+    Args:
+        dump: whose producer counts all layers, MoE layers, or says nothing.
+        length: of the axis.
+        model: the routers.
+        payload_layers: transformer layer number of each position, which decides where it is given.
+
     Raises:
         TraceError: if the axis does not fit what the producer writes; the message says what would.
     """
@@ -75,7 +81,8 @@ class Placed:
         ids: `[T, L, K]` as written, in the producer's integer type; zeros where no row lies.
         status: `[T, L]` uint8.
         cells: what each cell of `ids` holds; flags of cells without a row are false.
-        problem: a verdict that forbids to use the sample. Its rows are placed all the same for ID_WRAPPED; for any other there are none.
+        problem: a verdict that forbids to use the sample. Its rows are placed all the same for ID_WRAPPED; for any
+            other there are none.
     """
 
     ids: np.ndarray
@@ -144,7 +151,9 @@ def place(
 
 
 def first_problem(sample: Sample, placed: Placed, layers: tuple[int, ...]) -> str | None:
-    """What forbids to make a trace of this sample, in words, or None."""
+    """What forbids to make a trace of this sample, in words, or None; `layers` are the transformer layer numbers of
+    the columns.
+    """
     if placed.problem is not None:
         return f"{placed.problem.code}: {placed.problem.where}: {placed.problem.seen}"
     bad = placed.bad

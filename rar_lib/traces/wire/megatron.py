@@ -55,6 +55,8 @@ def from_recorded(
         token_ids: `[b, s]` integers, right-padded, as they were forwarded.
         lengths: `[b]` tokens of each sequence; rows of the padding are dropped.
         layer_numbers: transformer layer number of each router.
+        tensor_parallel, context_parallel: sizes of the groups that the tokens are spread over.
+        path: a name to show.
         source: which pass it was, `old` or `new`.
 
     Raises:

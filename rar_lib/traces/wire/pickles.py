@@ -82,6 +82,9 @@ class PickledType:
     """A numpy type being unpickled: kind, size and byte order, and nothing else of its state.
 
     numpy's own would take flags from the file, and a forged one makes pointers of the file's bytes.
+
+    Raises:
+        UnpicklingError: for anything but numbers, text or objects.
     """
 
     def __init__(self, name: Any = "", *flags: Any) -> None:
@@ -178,7 +181,8 @@ def plain(value: Any) -> Any:
 
 
 def tensor_array(tensor: torch.Tensor) -> np.ndarray:
-    """A dense CPU tensor of any shape as an array without a copy (bfloat16 as float32), where its storage really holds it.
+    """A dense CPU tensor of any shape as an array without a copy (bfloat16 as float32), where its storage really
+    holds it.
 
     Raises:
         TraceError: if strides repeat memory (a small file would become a large array), or numpy has no such type.

@@ -27,9 +27,9 @@ def join_segments(segments: Sequence[Sample], name: str = "") -> tuple[Sample, t
         name: of the joined sample, by default the last one's.
 
     Returns:
-        The sample, and a SEGMENTS_DISAGREE verdict where overlapping rows differ under one weight version. Its `experts` are
-        `[T, layers, K]` int64, -1 where no segment holds a row; its response mask and log-probs are those of the segment that sampled
-        each token.
+        The sample, and a SEGMENTS_DISAGREE verdict where overlapping rows differ under one weight version. Its
+        `experts` are `[T, layers, K]` int64, -1 where no segment holds a row; its response mask and log-probs are
+        those of the segment that sampled each token.
 
     Raises:
         TraceError: without token ids or routes, or if a segment does not continue the one before it.

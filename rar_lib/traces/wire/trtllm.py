@@ -31,7 +31,8 @@ def _claims(content: Content) -> str | None:
 
 
 def from_outputs(outputs: Iterable[Any], *, path: str = "request outputs", version: str = "") -> Dump:
-    """Live outputs of an engine in this process, or dicts with their field names. Arguments as for `wire.vllm.from_outputs`.
+    """Live outputs of an engine in this process, or dicts with their field names. Arguments as for
+    `wire.vllm.from_outputs`.
 
     Raises:
         TraceError: as there.
