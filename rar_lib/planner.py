@@ -106,7 +106,11 @@ class Planner:
             )  # fmt: skip
 
     def learn_flips(self, rollout: RouteTrace, native: RouteTrace) -> None:
-        """Remember which decisions differed; called after the batch was planned, so that no plan sees its own flips."""
+        """Remember which decisions differed; called after the batch was planned, so that no plan sees its own flips.
+
+        Raises:
+            ReplayError: if `native` carries no margins.
+        """
         if not self.learns_flips:
             return
         if native.margins is None:
@@ -124,6 +128,9 @@ class Planner:
             batch: names the sequences.
             batch_number: of the run.
             native: the planning pass, if the policy looks.
+
+        Raises:
+            ConfigError, ReplayError: see make_plan.
         """
         seen = Candidates(
             record, batch.uids, self.config.seed, batch_number,

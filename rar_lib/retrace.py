@@ -112,10 +112,14 @@ def _pack(record: Any, part: list[np.ndarray], tokens: torch.Tensor, logits: tor
 def token_sequences(
     path: str | Path, format: str = "auto", *, allow_pickle: bool = False, model: Any = None
 ) -> list[np.ndarray]:
-    """The token ids of a trace, a dump or a token file, one array a sequence.
+    """The token ids of a trace, a dump or a token file: `[T]` int64 a sequence.
+
+    Args:
+        path: of the file.
+        format, allow_pickle, model: as for `read_dump`.
 
     Raises:
-        TraceError: if a sequence carries none.
+        TraceError: if the file cannot be read, or a sequence carries none.
     """
     from rar_lib.traces.layers import ModelShape
 

@@ -64,12 +64,12 @@ class RouteCollector:
         self.parts: list[RoutePart] = []
 
     def scores(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """What the routers ranked in the last forward, which held these rows: `[n, T, L, E]`; it is forgotten."""
+        """What the routers ranked in the last forward, which held these rows `[n]`: `[n, T, L, E]`, T = `width`; it is forgotten."""
         self.record.take(len(rows))
         return self.record.last["scores"][:, :width]
 
     def take(self, rows: torch.Tensor) -> None:
-        """The forwards since the last take held these rows of the batch."""
+        """The forwards since the last take held these rows `[n]` int64 of the batch, -1 for a filler."""
         ids = self.record.take(len(rows)).cpu()
         beside = {name: values.cpu() for name, values in self.record.last.items()}
         which, _ = self.record.part
@@ -126,7 +126,11 @@ class RouteCollector:
 def open_routes(
     model: Any, batch: TokenBatch, replay: Replay | None, capture: Capture, measure: bool = False
 ) -> Iterator[tuple[Replaying | None, RouteCollector | None]]:
-    """Open replaying, and inside it recording of what is executed, as asked for."""
+    """Open replaying, and inside it recording of what is executed, as asked for.
+
+    Raises:
+        ReplayError: if the trace to replay has another number of sequences than the batch, or does not fit the model.
+    """
     if replay is not None and replay.trace.num_sequences != len(batch):
         raise ReplayError(f"the batch has {len(batch)} sequences, the trace to replay {replay.trace.num_sequences}")
     with contextlib.ExitStack() as stack:

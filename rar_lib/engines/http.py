@@ -114,6 +114,9 @@ class Server:
     Args:
         url: where it listens, without a path.
         own: its process, if this process started it.
+
+    Raises:
+        EngineError: if httpx is not installed.
     """
 
     def __init__(self, url: str, own: OwnServer | None = None) -> None:

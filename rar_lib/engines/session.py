@@ -36,7 +36,11 @@ def available(engine: str) -> bool:
 
 
 def resolve_engines(config: JobConfig, say: Callable[[str], None] = print) -> JobConfig:
-    """Replace `auto` by the real engine where it is installed, else by `hf`, and say so in one line."""
+    """Replace `auto` by the real engine (vLLM, Megatron-Core) where it is installed, else by `hf`, and say so in one line.
+
+    Raises:
+        ConfigError: if the engine that is found refuses other settings of the config.
+    """
     choice = {"rollout": config.rollout.engine, "trainer": config.trainer.engine}
     if "auto" not in choice.values():
         return config
@@ -116,7 +120,11 @@ class EngineSession:
             torch.set_num_threads(1)  # several threads on a few shared cores cost more than they bring at this size
 
     def open(self, config: JobConfig, path: Path, special: SpecialTokens) -> tuple[Rollout, Trainer]:
-        """A rollout and a fresh trainer, both at the checkpoint's weights (version 0), for a config without `auto`."""
+        """A rollout and a fresh trainer, both at the checkpoint's weights (version 0), for a config without `auto`.
+
+        Raises:
+            EngineError: if an engine is missing or does not start, another session holds vLLM, or pushed weights do not arrive.
+        """
         if config.rollout.engine == "vllm":  # before Megatron: creating vLLM may restart torch.distributed
             self._require_vllm(config, path, special)
         trainer = self.trainer(config, path)
@@ -138,6 +146,9 @@ class EngineSession:
         """A fresh trainer at the checkpoint's weights, in ranks of its own where the config asks for several processes.
 
         Ranks serve one trainer at a time: that of the run before is gone.
+
+        Raises:
+            EngineError: if the engine is missing, or its ranks do not start.
         """
         if config.trainer.processes > 1:
             from rar_lib.engines.remote_trainer import RankGroup, RemoteTrainer

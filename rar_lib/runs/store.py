@@ -130,6 +130,7 @@ class RunStore:
 
     @property
     def complete(self) -> bool:
+        """The run has its summary."""
         return (self.path / "summary.json").exists()
 
     def metrics(self) -> pd.DataFrame:
@@ -192,7 +193,11 @@ class RunStore:
         return json.loads((self.path / "summary.json").read_text())
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write the summary: the run is complete."""
+        """Write the summary: the run is complete.
+
+        Raises:
+            RunError: if it cannot be written.
+        """
         with self._writing():
             write_json(self.path / "summary.json", summary)
 
@@ -204,7 +209,11 @@ class RunStore:
 
     @contextlib.contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
-        """A folder to write the state after `step` steps into; it appears whole or not at all."""
+        """A folder to write the state after `step` steps into; it appears whole or not at all. The newest KEEP_CHECKPOINTS stay.
+
+        Raises:
+            RunError: if it cannot be written.
+        """
         final = self.path / "checkpoints" / f"step-{step:06d}"
         partial = final.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)

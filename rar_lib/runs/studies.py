@@ -7,7 +7,7 @@ and a bound that was written down before, so that it holds, does not hold, or ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -50,7 +50,7 @@ class Study:
 
     @classmethod
     def read(cls, folder: Path) -> Study:
-        """From its folder.
+        """From its folder; `name` is that of the folder.
 
         Raises:
             ConfigError: if it is not one.
@@ -89,8 +89,7 @@ class Study:
         return Study(self.name, runs, steps)
 
 
-# quantity -> (label, from the logarithm?, value of a run)
-Value = Callable[[pd.DataFrame, pd.DataFrame], pd.Series]
+# quantity -> (label, compared by its logarithm?)
 QUANTITIES: dict[str, tuple[str, bool]] = {
     "reward": ("reward, last quarter of the steps", False),
     "evaluation_last": ("reward served on held-out prompts", False),
@@ -128,7 +127,10 @@ def comparison(study: Study, baseline: str = "none", *, missing: Literal["refuse
 
     Returns:
         quantity, policy, n, mean, baseline_mean, difference, low, high (of natural logs where the quantity is compared by factors),
-        p, p_holm, verdict: a row a quantity and policy.
+        p, p_holm, verdict, log (whether it is): a row a quantity and policy.
+
+    Raises:
+        ConfigError: for a baseline that is not there, or seeds that have no pair; names study and quantity.
     """
     table, parts = values_of(study), []
     for quantity, (_, log) in QUANTITIES.items():
@@ -234,6 +236,9 @@ def claims(remedies: Study, staleness: Study, rates: Study) -> list[Claim]:
         remedies: none and R3 among its policies, at one setting.
         staleness: none, R2 and R3 at several updates_per_batch, 1 among them.
         rates: none and R3 at several learning rates.
+
+    Raises:
+        ConfigError: if none or R3 is missing at a seed and number of updates of `staleness`.
     """
     found = []
 
