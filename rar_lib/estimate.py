@@ -85,7 +85,7 @@ def estimate(
         prompts: of the share, with all their samples; at least one an update.
 
     Raises:
-        ConfigError, EngineError: as the run would.
+        ConfigError, EngineError, ReplayError: as the run would.
     """
     config = resolve_engines(config, lambda _: None)
     path = resolve_checkpoint(config.model.path)

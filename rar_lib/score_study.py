@@ -39,7 +39,7 @@ class ScoreStudy:
     """What `study_scores` returns.
 
     Attributes:
-        agreement: stage, a, b, spearman: every ordered pair of estimators (per_route).
+        agreement: stage, a, b, spearman (within layers, replay.scores.rank_agreement): every ordered pair of estimators (per_route).
         stability: stage, name, spearman, null_low, null_high; resampled labels are named so.
         labels: stage, estimator, spearman of the scores by sampled and by resampled labels.
         drift: from, to, estimator, spearman between the scores of consecutive stages.

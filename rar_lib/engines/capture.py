@@ -26,8 +26,8 @@ class Part:
 
     Attributes:
         rows: `[n]` int64, sequences of the batch; -1 is a filler.
-        start: first of T' token positions.
-        columns: positions on the layer axis of the whole model, L' of them.
+        start: first of its t token positions.
+        columns: where its l layers lie on the layer axis of the whole model.
     """
 
     rows: torch.Tensor
@@ -35,7 +35,7 @@ class Part:
     columns: list[int]
 
     def put(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
-        """Write `mine [n, T', L', ...]` to its place in `whole [S, T, L, ...]`; fillers and what lies beyond T are left out."""
+        """Write `mine [n, t, l, ...]` to its place in `whole [S, T, L, ...]`; fillers and what lies beyond T are left out."""
         real = self.rows >= 0
         width = max(0, min(mine.shape[1], whole.shape[1] - self.start))
         time = torch.arange(self.start, self.start + width)
@@ -48,8 +48,8 @@ class RoutePart(Part):
     """Routes of one micro-batch on one process.
 
     Attributes:
-        ids: `[n, T', L', K]` int64.
-        beside: margins `[n, T', L']` and scores `[n, T', L', E]`, as they were asked for.
+        ids: `[n, t, l, K]` int64; t and l as in Part.
+        beside: margins `[n, t, l]` and scores `[n, t, l, E]`, as they were asked for.
     """
 
     ids: torch.Tensor

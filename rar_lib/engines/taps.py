@@ -78,8 +78,8 @@ class SignalPart(Part):
     """What one process saw of the signals of one micro-batch.
 
     Attributes:
-        values: by name, `[n, T', L', K]` float32, or `[n, T', L']`.
-        exact: `[n, L', E]` for estimator param_exact.
+        values: by name (fields of RouteSignals), `[n, t, l, K]` float32, or `[n, t, l]`; t and l as in Part.
+        exact: `[n, l, E]` float32, for estimator param_exact.
     """
 
     values: dict[str, torch.Tensor]
