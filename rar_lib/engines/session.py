@@ -9,6 +9,7 @@ A vLLM server is a process of its own and bound by none of this; one that a sess
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ from rar_lib.engines.base import Rollout, Trainer
 from rar_lib.engines.seen import require_experts
 from rar_lib.errors import EngineError
 from rar_lib.replay.scores import SignalRequest
+
+logger = logging.getLogger("rar")
 
 
 def available(engine: str) -> bool:
@@ -90,6 +93,8 @@ def open_server(path: Path, config: RolloutConfig, special: SpecialTokens) -> An
             "rollout.engine vllm_server: vLLM is not installed; install the extra rar-lib[vllm], or give rollout.url"
         )
     own = OwnServer(path, config.dtype) if config.url is None else None
+    if own is not None:
+        logger.info("starting a vLLM server for %s in %s; its log: %s", path.name, config.dtype, own.log)
     server = Server(config.url or (own.url if own else ""), own)
     try:
         if own is not None:
@@ -156,6 +161,7 @@ class EngineSession:
             if self._ranks is None or not self._ranks.alive or self._ranks.processes != config.trainer.processes:
                 if self._ranks is not None:
                     self._ranks.close()
+                logger.info("starting %d processes for the trainer", config.trainer.processes)
                 self._ranks = RankGroup(config.trainer.processes)
             return RemoteTrainer(self._ranks, path, config.trainer, config.algorithm)
         if config.trainer.engine == "megatron":
@@ -178,6 +184,7 @@ class EngineSession:
         self._close_vllm()
         from rar_lib.engines.vllm_rollout import VLLMRollout
 
+        logger.info("starting vLLM for %s in %s", path.name, config.rollout.dtype)
         self._vllm = VLLMRollout(path, config.rollout, special)
         self._key, EngineSession._vllm_owner = key, self
 

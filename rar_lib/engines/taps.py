@@ -2,7 +2,8 @@
 
 `torch.autograd.grad` walks the graph to the tapped tensors only, so no parameter gets a gradient and nothing of the
 trainer's state moves. The output of each active expert needs no second evaluation: <u, o_e> is the gradient of its gate.
-Only the runner-up of `swap` and the inner activations of `param` are computed again, from the experts' weights.
+Only the runner-up of `swap` and the inner activations of `param` are computed again, from the experts' weights; norms of the gradients of
+single routes as in arXiv 1510.01799.
 """
 
 from __future__ import annotations
