@@ -1,7 +1,7 @@
 """What a docstring owes its reader: that it is there, the shapes of arrays, and the errors that the body raises.
 
-Read from the source, so no module is imported. That a shape is named can be checked here; that it is the right one cannot.
-Errors that all methods of a class raise may be named once, by the class.
+Read from the source, so no module is imported. That a shape is named can be checked here; that it is the right one
+cannot. Errors that all methods of a class raise may be named once, by the class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 ERRORS = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
 ARRAYS = {"ndarray", "Tensor", "Array"}
 # `[S, T]`, `[..., E]` or `routed_experts [T - 1, L, K]`, but neither `choices[0].text` nor `list[int]`
-SHAPE = re.compile(r"`[^`\n]*(?<![\w\])])\[[\w .,*+/()-]+\][^`\n]*`|\bscalars?\b|\bany shape\b")
+SHAPE = re.compile(r"`[^`\n]*(?<![\w\])])\[[\w .,*+/()-]+\][^`\n]*`|\bscalars?\b|\b[Aa]ny shape\b")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -91,7 +91,7 @@ def passes_arrays(node: ast.Module | ast.ClassDef | Function) -> bool:
 
 
 def raised_by(node: ast.Module | ast.ClassDef | Function) -> set[str]:
-    """The library's errors that a body raises by name, functions defined inside it left out. A class raises what making one raises."""
+    """The library's errors that a body raises by name, not in functions inside it. Of a class: those of making one."""
     if isinstance(node, ast.Module):
         return set()
     if isinstance(node, ast.ClassDef):

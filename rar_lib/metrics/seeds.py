@@ -17,6 +17,10 @@ import pandas as pd
 def paired_t(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> dict[str, float | int | None]:
     """Mean of a - b over paired seeds with Student's interval and two-sided p.
 
+    Args:
+        a, b: one value a seed, in the same order.
+        level: of the interval.
+
     Returns:
         n, difference, low, high, p; interval and p are None with fewer than two pairs, and where all differences are equal, up to
         rounding, and so have no spread to judge by (an exact 0 gives the interval [0, 0] and p 1).

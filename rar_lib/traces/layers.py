@@ -97,6 +97,9 @@ class ModelShape:
         moe_layers: transformer layer numbers (from 0) of the MoE layers.
         num_layers: all transformer layers; None where only the MoE layers are known.
         model_id: a name to show.
+
+    Raises:
+        TraceError: for K outside 1..E, or layer numbers that do not rise or lie beyond `num_layers`.
     """
 
     num_experts: int
