@@ -100,6 +100,10 @@ class Frontier:
     def of(self, unit: str, when: str) -> tuple[pd.DataFrame, Efficiencies]:
         """Arms of a unit in a pass, draws of a control averaged: their shares, and efficiencies over all prompts.
 
+        Args:
+            unit: `token_layer` (plans of unit bias are shown with it) or `slot`.
+            when: the pass, `old` or `new`.
+
         Returns:
             table with arm, policy, budget (float), nominal, binding, target_shift (nats), drift_planned, k3 (nats), efficiency, low,
             high; and the efficiencies behind it.
@@ -127,6 +131,11 @@ class Frontier:
         """Contrasts of the matched policies at one nominal budget, as numbers: contrast, value, low, high.
 
         Replay at all, its budget, each policy's choice, what each leaves; then each of fisher and swap against the others.
+
+        Args:
+            unit, when: as for `of`.
+            budget: nominal share, as it was asked for.
+            against: policies that fisher and swap are compared with.
 
         Raises:
             ConfigError: if random routes were not among the policies, or not at this budget.

@@ -183,7 +183,12 @@ def paired_by_prompt(
 
 
 def agreement_row(sample: RolloutResult, native: LogprobResult) -> Row:
-    """Routes of the rollout against a forward without any replay, in all and by layer."""
+    """Routes of the rollout against a forward without any replay, in all and by layer, and the margins of that forward.
+
+    Args:
+        sample: what was sampled.
+        native: the pass without replay, with its routes and, for margin/ columns, their margins.
+    """
     assert native.trace is not None
     compared = agreement(sample.trace, native.trace)
     prefix = "agreement/rollout_native/"

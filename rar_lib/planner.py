@@ -87,7 +87,13 @@ class Planner:
         return seen
 
     def see(self, native: LogprobResult, batch: TokenBatch, batch_number: int) -> None:
-        """Take the scores from a planning pass that was made elsewhere with this planner's `capture` and `request`."""
+        """Take the scores from a planning pass that was made elsewhere with this planner's `capture` and `request`.
+
+        Args:
+            native: the pass, with routes and signals.
+            batch: whose groups are halved for the stability of the score.
+            batch_number: of the run.
+        """
         if "score" not in self.needs:
             return
         assert native.signals is not None
@@ -114,7 +120,7 @@ class Planner:
         if not self.learns_flips:
             return
         if native.margins is None:
-            raise ReplayError("P(flip): the planning pass recorded no margins")
+            raise ReplayError("P(flip): expected a planning pass with margins, found none")
         compared = agreement(rollout, native)
         self.flips = self.flips.seen(native.margins, compared.flipped, compared.known)
 

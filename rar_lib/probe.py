@@ -39,7 +39,7 @@ class Probe:
 
     @classmethod
     def begin(cls, trainer: Trainer, batch: TokenBatch, sequences: int, temperature: float, folder: Path) -> Probe:
-        """From the first `sequences` answers of a batch, at the weights of the start; kept in `folder`."""
+        """From the first `sequences` answers of a batch, at the weights of the start; kept in `folder`, which is there."""
         some = torch.arange(min(len(batch), sequences))
         chosen = batch.select(some)
         first = trainer.logprobs(chosen, temperature=temperature, capture="scores")

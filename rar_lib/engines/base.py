@@ -91,7 +91,12 @@ class TokenBatch:
             TraceError: if the trace carries no token ids or log-probs.
         """
         if trace.token_ids is None or trace.logprobs is None:
-            raise TraceError("token batch: expected a trace with token ids and log-probs")
+            lacks = " and no ".join(
+                name
+                for name, values in (("token ids", trace.token_ids), ("log-probs", trace.logprobs))
+                if values is None
+            )
+            raise TraceError(f"token batch: expected a trace with token ids and log-probs, found no {lacks}")
         prompts, answers = [], []
         for a, b in zip(trace.offsets[:-1], trace.offsets[1:], strict=True):
             scored = np.flatnonzero(np.isfinite(trace.logprobs[a:b]))
@@ -216,12 +221,22 @@ class Rollout(Protocol):
     ) -> RolloutResult:
         """Sample one response a prompt. The same weights, prompts, uids and seed give the same tokens.
 
+        Args:
+            prompts: token ids.
+            sampling: temperature and longest response, in tokens.
+            uids: name of each sequence, for messages, and for draws that do not depend on the batch where the engine can key them.
+            seed: of the draws.
+
         Raises:
             EngineError: for a prompt that with `max_new_tokens` may outgrow the model.
         """
 
     def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
-        """Log-probs `[S, T]` float32 of given tokens under the engine's present weights (0 outside the responses)."""
+        """Log-probs `[S, T]` float32 in nats of given tokens under the engine's present weights (0 outside the responses).
+
+        Raises:
+            EngineError: at a temperature at which the engine cannot score given tokens.
+        """
 
     def check_sync(self, weights: NamedTensors) -> None:
         """Prove that pushed weights arrive: `weights`, a trainer's at the checkpoint, must leave the engine as loaded.

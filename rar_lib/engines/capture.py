@@ -128,6 +128,13 @@ def open_routes(
 ) -> Iterator[tuple[Replaying | None, RouteCollector | None]]:
     """Open replaying, and inside it recording of what is executed, as asked for.
 
+    Args:
+        model: whose routers are forced and recorded; of a pipeline one chunk of layers.
+        batch: the tokens of the pass.
+        replay: routes to force; None forces nothing.
+        capture: what to record; False records nothing.
+        measure: count fidelity and regret, and gradients where there is a backward.
+
     Raises:
         ReplayError: if the trace to replay has another number of sequences than the batch, or does not fit the model.
     """

@@ -64,6 +64,13 @@ def unpack(
 ) -> tuple[list[tuple[int, ...]], list[tuple[float, ...]], list[np.ndarray]]:
     """Responses, log-probs (nats) and routes `[P + O - 1, L, K]` of the MoE layers, one of each a prompt of P tokens and answer of O.
 
+    Args:
+        server: whose answers these are, for the error.
+        header: K and MoE layers of the model.
+        prompts: token ids.
+        uids: one name a prompt, for the error.
+        samples: the answers, in the order of the prompts.
+
     Raises:
         EngineError: if a sequence is not the answer to its prompt, or brings no log-probs, no routes, or another number of rows.
     """

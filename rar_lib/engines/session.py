@@ -125,7 +125,12 @@ class EngineSession:
             torch.set_num_threads(1)  # several threads on a few shared cores cost more than they bring at this size
 
     def open(self, config: JobConfig, path: Path, special: SpecialTokens) -> tuple[Rollout, Trainer]:
-        """A rollout and a fresh trainer, both at the checkpoint's weights (version 0), for a config without `auto`.
+        """A rollout and a fresh trainer, both at the checkpoint's weights (version 0).
+
+        Args:
+            config: with resolved engines, none of them `auto`.
+            path: checkpoint folder.
+            special: tokens that end and pad a response.
 
         Raises:
             EngineError: if an engine is missing or does not start, another session holds vLLM, or pushed weights do not arrive.

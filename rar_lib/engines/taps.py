@@ -359,7 +359,12 @@ def open_taps(
     request: SignalRequest | None,
     temperature: float,
 ) -> Iterator[Taps | None]:
-    """Taps at every MoE layer of a model while the context is open; None without a request."""
+    """Taps at every MoE layer of a model while the context is open; None without a request.
+
+    Args:
+        model: or one chunk of its layers, on a pipeline stage.
+        points, blocks, batch, request, temperature: as for Taps.
+    """
     if request is None:
         yield None
         return

@@ -52,6 +52,10 @@ def identity(config: JobConfig, digests: dict[str, str]) -> dict[str, Any]:
 
     The checkpoint counts by its digest and not by its path, a server by what it is and not by where it listens, and the
     three ways to switch replay off are one.
+
+    Args:
+        config: resolved config.
+        digests: SHA-256 of `checkpoint` and `task`.
     """
     computed = config.model_dump(mode="json", exclude_defaults=True)
     computed.pop("model", None)
@@ -154,6 +158,11 @@ class RunStore:
         self, metrics: list[dict[str, Any]], paired: list[dict[str, Any]], replay: list[ReplayDiagnostics]
     ) -> None:
         """Replace the tables.
+
+        Args:
+            metrics: a row a step.
+            paired: a row a step and prompt.
+            replay: a record a step.
 
         Raises:
             RunError: if they cannot be written; the tables of the step before stay.

@@ -61,7 +61,13 @@ class Study:
 
     @classmethod
     def of_runs(cls, name: str, runs: Sequence[RunResult], policies: Sequence[str]) -> Study:
-        """Gathered from complete runs, under the names that each is given."""
+        """Gathered from complete runs.
+
+        Args:
+            name: of the study.
+            runs: complete runs.
+            policies: what each run is called, in the same order.
+        """
         rows, steps = [], []
         for run, policy in zip(runs, policies, strict=True):
             algorithm = run.config["algorithm"]
@@ -123,7 +129,12 @@ def values_of(study: Study) -> pd.DataFrame:
 
 
 def comparison(study: Study, baseline: str = "none", *, missing: Literal["refuse", "drop"] = "refuse") -> pd.DataFrame:
-    """Every policy against a baseline in every quantity; `missing` seeds are refused, or dropped with their pair.
+    """Every policy against a baseline in every quantity: paired by seed, Student's 95 % interval, Holm over the policies.
+
+    Args:
+        study: its runs.
+        baseline: name of a policy.
+        missing: seeds that a policy or the baseline lacks are refused, or dropped with their pair.
 
     Returns:
         quantity, policy, n, mean, baseline_mean, difference, low, high (of natural logs where the quantity is compared by factors),
@@ -189,7 +200,13 @@ class Claim:
 
 
 def decide(value: dict[str, float | int | None], bound: float, side: str) -> str:
-    """`holds` if the whole interval lies on the claimed side of the bound, `does not hold` if it lies on the other."""
+    """`holds` if the whole interval lies on the claimed side of the bound, `does not hold` if it lies on the other.
+
+    Args:
+        value: with `low` and `high`; None cannot be told.
+        bound: that the number must not pass.
+        side: `below` or `above`.
+    """
     low, high = value["low"], value["high"]
     if low is None or high is None:
         return "cannot be told"

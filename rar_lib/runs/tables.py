@@ -140,6 +140,10 @@ def extreme_table(tokens: pd.DataFrame, *, seed: int = 0, resamples: int = 500) 
     """policy, tau, fraction, low, high: F(τ) (arXiv 2510.11370) of the token_table, with a 95 % bootstrap over prompts.
 
     A prompt of one seed and step is one cluster, whatever the run: its answers are alike, and runs of one seed begin with the same tokens.
+
+    Args:
+        tokens: as token_table gives them.
+        seed, resamples: of the bootstrap.
     """
     rows = []
     for policy, part in tokens.groupby("policy", sort=False):
@@ -160,10 +164,16 @@ def margin_table(
 ) -> tuple[pd.DataFrame, float | None]:
     """margin, flips, low, high, cells: share of flips in groups of equal size by the trainer's native margin; and the AUC.
 
-    The interval is a 95 % bootstrap over prompts.
+    The interval is a 95 % bootstrap over prompts; the AUC is of small margins against flips, None if all or no cells flip.
+
+    Args:
+        run: that kept traces.
+        step: whose traces, by default the last that were kept.
+        groups: of cells.
+        seed, resamples: of the bootstrap.
 
     Raises:
-        ConfigError: if the traces carry no margins.
+        ConfigError: if no traces of the step were kept, or they carry no margins.
     """
     _, rollout, native = traces(run, step)
     if native.margins is None:
@@ -256,7 +266,12 @@ def depth_table(run: RunResult, step: int | None = None, *, seed: int = 0) -> tu
 
 
 def flow_table(a: RouteTrace, b: RouteTrace, layer: int | None = None) -> tuple[int, pd.DataFrame]:
-    """source, target, share (of the layer's known cells) of every exchange from A to B in one layer, by default the busiest."""
+    """The layer's number, and source, target, share of every exchange of an expert from A to B in it (metrics.agreement.churn_matrix).
+
+    Args:
+        a, b: records of the same tokens.
+        layer: transformer layer number, by default that with the most exchanges.
+    """
     churn = churn_matrix(a, b)
     numbers = a.header.moe_layers
     place = int(churn.sum((1, 2)).argmax()) if layer is None else numbers.index(layer)
