@@ -77,11 +77,17 @@ def efficiencies(
     table = by_prompt if "checkpoint" in by_prompt else by_prompt.assign(checkpoint="")
     if not np.isfinite(table["k3_sum"].to_numpy(float)).all():
         raise ValueError("contrasts: expected finite sums of k3, found NaN or infinity")
-    if table.duplicated(["checkpoint", "prompt", "arm"]).any():
-        raise ValueError("contrasts: expected every prompt once in every arm, found one twice (two passes at once?)")
+    twice = table.loc[table.duplicated(["checkpoint", "prompt", "arm"])]
+    if len(twice):
+        prompt, arm = twice.iloc[0][["prompt", "arm"]]
+        raise ValueError(
+            f"contrasts: expected every prompt once in every arm, found one twice: {prompt} in {arm!r} (two passes at once?)"
+        )
     wide = table.pivot(index=["checkpoint", "prompt"], columns="arm", values="k3_sum")
-    if wide.isna().any().any() or not {NONE, FULL} <= set(wide.columns):
-        raise ValueError("contrasts: expected arms none and full, and every prompt in every arm")
+    short = [repr(arm) for arm in wide.columns if wide[arm].isna().any()]
+    if short or not {NONE, FULL} <= set(wide.columns):
+        found = f"prompts missing in {', '.join(short)}" if short else f"arms {', '.join(map(str, wide.columns))}"
+        raise ValueError(f"contrasts: expected arms none and full, and every prompt in every arm; found {found}")
     strata = wide.index.get_level_values("checkpoint")
     rng = np.random.default_rng(seed)
     weights = np.zeros((resamples, len(wide)))

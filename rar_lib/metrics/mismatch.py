@@ -187,8 +187,9 @@ def bad_update_fraction(
     """
     new, mu = _masked(logp_new, logp_rollout, mask=mask)
     advantage = np.asarray(advantages, np.float64)[np.asarray(mask, bool)]
-    if not np.isfinite(advantage).all():
-        raise ValueError("advantages: expected finite values under the mask")
+    bad = advantage[~np.isfinite(advantage)]
+    if bad.size:
+        raise ValueError(f"advantages: expected finite values under the mask, found {bad[0]}")
     return float(np.mean((advantage < 0) & (np.exp(mu) - np.exp(new) >= delta))) if new.size else None
 
 

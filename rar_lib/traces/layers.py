@@ -48,6 +48,8 @@ def moe_layer_numbers(config: Any) -> tuple[int, ...]:
     total = get("num_hidden_layers")
     if total is None:
         raise TraceError("config: expected `num_hidden_layers`, not found")
+    if not isinstance(total, int):
+        raise TraceError(f"config: num_hidden_layers: expected an integer, found {total!r:.60}")
     layers = range(total)
     kinds = get("mlp_layer_types")
     if kinds:

@@ -145,7 +145,7 @@ def read_dump(
         model: the routers: a `config.json`, a checkpoint folder, a config's mapping, or a ModelShape.
         payload_layers: transformer layer number of each position on the producer's layer axis, where neither rule fits.
         batch_size: sequences of a forward, for Megatron's tracer.
-        allow_pickle: read pickles. Their classes are not imported even then (files.py).
+        allow_pickle: read pickles. Their classes are not imported even then (pickles.py).
 
     Raises:
         UndecidedError: for a file of several formats, or one that needs the model, the batch size or `allow_pickle`.
