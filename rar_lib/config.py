@@ -475,7 +475,11 @@ class JobConfig(_Part):
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Iterable[str] = ()) -> JobConfig:
-        """Read YAML or JSON (by suffix)."""
+        """Read YAML or JSON (by suffix).
+
+        Raises:
+            ConfigError: for a file that cannot be read or holds no mapping, and as `build`.
+        """
         path = Path(path)
         try:
             text = path.read_text()
@@ -495,6 +499,9 @@ class JobConfig(_Part):
 
         `policy` is an arm: 'none', 'R2' or 'R3'; `routes` says which of its routes are forced. `engine` sets both engines: 'auto', 'hf', or 'real' (vLLM and
         Megatron-Core).
+
+        Raises:
+            ConfigError: one line a fault, unknown names included.
         """
         tree: dict[str, Any] = {}
         faults: list[str] = []

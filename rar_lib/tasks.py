@@ -96,7 +96,11 @@ class Task:
         return rows
 
     def problem(self, index: int, split: Split = "train") -> Problem:
-        """Problem `index` of a split, the same in every process. A prompt file is read in turn, again and again."""
+        """Problem `index` of a split, the same in every process. A prompt file is read in turn, again and again.
+
+        Raises:
+            ConfigError: for a task whose items carry no short expression.
+        """
         if not self._datasets:
             rows = self._rows.get(split, self._rows["train"])
             row = rows[index % len(rows)]
@@ -115,7 +119,11 @@ class Task:
         return answer[::-1] if self.config.reverse_digits else answer
 
     def score(self, response: str, problem: Problem) -> float:
-        """Reward of a decoded response (end token removed): 1.0 or 0.0 for exact match, else the user's number."""
+        """Reward of a decoded response (end token removed): 1.0 or 0.0 for exact match, else the user's number.
+
+        Raises:
+            ConfigError: if the user's reward is not finite.
+        """
         answer = response[::-1] if self.config.reverse_digits else response
         if self._reward is None:
             return float(answer == problem.entry["answer"])

@@ -61,7 +61,7 @@ class HFRollout:
         self.shares, self.weight_version = shares, -1
 
     def check_sync(self, weights: NamedTensors) -> None:
-        """See `Rollout.check_sync`."""
+        """See `Rollout.check_sync`; raises EngineError as it says."""
         loaded = {name: tensor.clone() for name, tensor in hf_names(self.model)}
         load_hf_weights(self.model, weights)
         moved = [name for name, tensor in hf_names(self.model) if not torch.equal(tensor, loaded[name])]
@@ -199,7 +199,7 @@ class HFRollout:
         return RolloutResult(result.responses, scores, trace, result.weight_version, result.seconds)
 
     def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
-        """See `Rollout.rescore`: one forward over whole sequences, where decoding went token by token.
+        """See `Rollout.rescore`: `[S, T]` from one forward over whole sequences, where decoding went token by token.
 
         Router noise is part of the engine, so it is drawn here too, under another key than while sampling.
         """
@@ -228,7 +228,7 @@ class _Took:
 
 
 def require_length(uid: str, prompt: int, new: int, longest: int) -> None:
-    """Refuse a prompt that may outgrow the model.
+    """Refuse a prompt that may outgrow the model; lengths in tokens.
 
     Raises:
         EngineError: names the prompt and the three lengths in tokens.
@@ -246,8 +246,15 @@ def pack_rollout(
     version: int,
     scores: Sequence[np.ndarray] | None = None,
 ) -> RouteTrace:
-    """A rollout trace from `[P + R - 1, L, K]` routes a sequence, and `[P + R - 1, L, E]` scores if there are any: the last token of
-    each has none.
+    """A rollout trace from the routes of each sequence, whose last token has none.
+
+    Args:
+        header: of the trace.
+        prompts, responses: token ids, P and R of them a sequence.
+        logprobs: of the response tokens, in nats.
+        routes: `[P + R - 1, L, K]` integers a sequence.
+        version: of the weights.
+        scores: `[P + R - 1, L, E]` float32 a sequence, if they are kept.
 
     Raises:
         EngineError: if a sequence has another number of rows; names it, its tokens T and the rows found.
@@ -307,7 +314,7 @@ class _Noise(TorchFunctionMode):
 
 @contextlib.contextmanager
 def noisy_linear(module: torch.nn.Module, scale: float) -> Iterator[_Noise]:
-    """Add noise of this standard deviation to every `F.linear` inside a module's forward."""
+    """Add Gaussian noise of standard deviation `scale` (of the logits' unit) to every `F.linear` inside a module's forward."""
     inner, noise = module.forward, _Noise(type(module).__name__, scale)
 
     def call(*args: Any, **kwargs: Any) -> Any:

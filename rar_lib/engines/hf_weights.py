@@ -30,12 +30,13 @@ def _to_names(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def hf_names(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights under checkpoint names, one tensor an expert, detached; whole also where processes share them, which all must then ask."""
+    """Weights of any shape under checkpoint names, one tensor an expert, detached; whole also where processes share them, which all must
+    then ask."""
     yield from _to_names(model, {name: whole(tensor.detach()) for name, tensor in model.state_dict().items()}).items()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that processes share in slices (DTensor), put together on each; any other as it is."""
+    """A tensor of any shape that processes share in slices (DTensor), put together on each; any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -76,7 +77,7 @@ def router_names(model: Any) -> set[str]:
 
 
 def load_hf_weights(model: Any, weights: NamedTensors) -> None:
-    """Put checkpoint-named weights into a Transformers model, in place and in the model's dtype.
+    """Put checkpoint-named weights into a Transformers model, in place, through float32 to the model's dtype.
 
     Raises:
         EngineError: if a weight of the model is missing, one is not the model's, or a shape differs; nothing is changed.

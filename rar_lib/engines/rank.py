@@ -35,7 +35,15 @@ PATIENCE = datetime.timedelta(days=30)  # between two calls the driver may sampl
 def perform(
     trainer: Trainer | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Trainer | None, Any]:
-    """The trainer afterwards, and what the call returned."""
+    """The trainer afterwards, and what the call returned.
+
+    Args:
+        trainer: of this rank; None before the first `build`.
+        name, args, kwargs: `build`, or a method of Trainer, and what it is given.
+
+    Raises:
+        EngineError: for a method before any `build`; else what the call raises.
+    """
     if name == "build":
         return build_trainer(*args, **kwargs), None
     if trainer is None:

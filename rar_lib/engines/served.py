@@ -40,7 +40,7 @@ class Stamps:
 
 @contextlib.contextmanager
 def written(checkpoint: Path, weights: NamedTensors) -> Iterator[Path]:
-    """A folder like the checkpoint's but with these weights, for as long as a server needs to read it."""
+    """A folder like the checkpoint's but with these weights in one safetensors file, for as long as the context is open."""
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory(prefix="rar-push-") as name:
@@ -62,7 +62,14 @@ def unpack(
     uids: Sequence[str],
     samples: Sequence[Sample],
 ) -> tuple[list[tuple[int, ...]], list[tuple[float, ...]], list[np.ndarray]]:
-    """Responses, log-probs and routes `[P + O - 1, L, K]` of the MoE layers, one of each a prompt.
+    """Responses, log-probs (nats) and routes `[P + O - 1, L, K]` of the MoE layers, one of each a prompt of P tokens and answer of O.
+
+    Args:
+        server: whose answers these are, for the error.
+        header: K and MoE layers of the model.
+        prompts: token ids.
+        uids: one name a prompt, for the error.
+        samples: the answers, in the order of the prompts.
 
     Raises:
         EngineError: if a sequence is not the answer to its prompt, or brings no log-probs, no routes, or another number of rows.
@@ -102,18 +109,22 @@ def _told(ids: np.ndarray | None) -> str:
 
 
 def probe_batch(vocabulary: int, pad: int) -> TokenBatch:
-    """A few fixed token sequences, to compare an engine with itself."""
+    """Eight fixed sequences of 12 random tokens, two of them the prompt, to compare an engine with itself."""
     rows = np.random.default_rng(0).integers(0, vocabulary, (8, 12)).tolist()
     return TokenBatch.pack([r[:2] for r in rows], [r[2:] for r in rows], [str(i) for i in range(8)], range(8), pad)
 
 
 def halved(weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Other weights of the same names, dtypes and shapes: every tensor halved."""
+    """Other weights of the same names and dtypes, of any shape: every tensor halved."""
     return ((name, tensor / 2) for name, tensor in weights)
 
 
 def require_other_scores(name: str, fresh: torch.Tensor, pushed: torch.Tensor) -> None:
     """Weights that were halved must not score as the checkpoint's: a push that loads nothing leaves these.
+
+    Args:
+        name: of the engine, for the error.
+        fresh, pushed: `[S, T]` log-probs of the probe batch as loaded, and after the push.
 
     Raises:
         EngineError: if every log-prob is the same.
@@ -127,6 +138,10 @@ def require_other_scores(name: str, fresh: torch.Tensor, pushed: torch.Tensor) -
 
 def require_same_scores(name: str, fresh: torch.Tensor, pushed: torch.Tensor) -> None:
     """The checkpoint's own weights must score the same after a push as after loading.
+
+    Args:
+        name: of the engine, for the error.
+        fresh, pushed: `[S, T]` log-probs of the probe batch as loaded, and after the push.
 
     Raises:
         EngineError: if one log-prob differs.

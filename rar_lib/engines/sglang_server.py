@@ -113,7 +113,11 @@ class SGLangServerRollout:
             )
 
     def reconfigure(self, config: RolloutConfig) -> None:
-        """Another precision or sampling for the same engine; the dtype is fixed when it starts."""
+        """Another precision or sampling for the same engine; the dtype is fixed when it starts.
+
+        Raises:
+            EngineError: for another dtype.
+        """
         if config.dtype != self.config.dtype:
             raise EngineError(
                 f"rollout.dtype: {self.server.url} computes in {self.config.dtype}, asked for {config.dtype}"
@@ -219,10 +223,10 @@ class SGLangServerRollout:
         return answers
 
     def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
-        """See `Rollout.rescore`. SGLang scores prompts at temperature 1 only.
+        """See `Rollout.rescore`: `[S, T]`. SGLang scores prompts at temperature 1 only.
 
         Raises:
-            EngineError: at another temperature.
+            EngineError: at another temperature; if the server dies, answers without log-probs, or answers for other weights.
         """
         require_temperature_one("SGLang", sampling)
         rows = [batch.tokens[i, : batch.lengths[i]].tolist() for i in range(len(batch))]

@@ -108,7 +108,11 @@ class VLLMServerRollout:
             logger.info("%s: %s", self.server.url, sentence)
 
     def reconfigure(self, config: RolloutConfig) -> None:
-        """Another precision or sampling for the same engine; the dtype is fixed when it starts."""
+        """Another precision or sampling for the same engine; the dtype is fixed when it starts.
+
+        Raises:
+            EngineError: for another dtype.
+        """
         if config.dtype != self.config.dtype:
             raise EngineError(
                 f"rollout.dtype: {self.server.url} computes in {self.config.dtype}, asked for {config.dtype}"
@@ -233,10 +237,10 @@ class VLLMServerRollout:
         return answer
 
     def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
-        """See `Rollout.rescore`. vLLM scores prompts at temperature 1 only.
+        """See `Rollout.rescore`: `[S, T]`. vLLM scores prompts at temperature 1 only.
 
         Raises:
-            EngineError: at another temperature.
+            EngineError: at another temperature; if the server dies, answers without log-probs, or answers for other weights.
         """
         require_temperature_one("vLLM", sampling)
         body = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}

@@ -41,6 +41,9 @@ class ReplayPolicy:
         replay: which routes are forced.
         stored: the score that the policy ranks, if it ranks one.
         path: where it came from.
+
+    Raises:
+        ConfigError: for fields that do not go together, scores that are missing or have no effect, or recorded gates.
     """
 
     replay: PolicyFile

@@ -25,6 +25,10 @@ class Replaying:
     Attributes:
         forced_units: units of the plan that routers were given, since the context opened.
         changed_cells: (token, layer) cells whose executed set of experts differs from the router's live choice.
+
+    Raises:
+        ReplayError: if trace and model differ in experts, top-k or MoE layers, the plan is not of the trace, or
+            forces single experts of a router that chooses within groups.
     """
 
     def __init__(

@@ -90,10 +90,12 @@ class RouteTrace:
 
     @property
     def num_sequences(self) -> int:
+        """S."""
         return len(self.offsets) - 1
 
     @property
     def num_tokens(self) -> int:
+        """N, prompt and response tokens of all sequences."""
         return int(self.offsets[-1])
 
     @property

@@ -1,4 +1,4 @@
-"""METRICS section 9, numbers 4, 5 and 6: what may not change a number."""
+"""What may not change a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""METRICS section 6 on real models: signals against closed forms, finite differences, autograd, and between engines."""
+"""Signals of expert scores on real models against closed forms, finite differences, autograd, and between engines."""
 
 from __future__ import annotations
 

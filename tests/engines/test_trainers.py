@@ -1,4 +1,4 @@
-"""METRICS section 9, numbers 1, 2, 3, 9 and 10, on hf and (from 2 on) on Megatron."""
+"""What replay must and must not change in a trainer, on hf and Megatron: no-ops, gradients, ratios, live routes."""
 
 from __future__ import annotations
 
