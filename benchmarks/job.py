@@ -13,7 +13,7 @@ import statistics
 from typing import Any
 
 from benchmarks.alternate import Figure, figure
-from benchmarks.workers import ROOT, Worker
+from benchmarks.workers import ROOT, Worker, answers
 
 TRL = ROOT / ".venv-bench" / "bin" / "python"
 WARM = 2  # the first step holds the controls of a run and everybody's first calls
@@ -33,24 +33,6 @@ OURS: dict[str, dict[str, Any]] = {
 }
 TRL_GOAL = 1.0  # parity with metrics on; what was hoped for is 1.5
 NAME = "TRL's GRPOTrainer over {}"
-
-
-def answers(workers: dict[str, Worker], rounds: int, warm: int) -> dict[str, list[dict[str, Any]]]:
-    """What each worker answers in each counted round; the order turns by one a round."""
-    names = list(workers)
-    try:
-        for _ in range(warm):
-            for name in names:
-                workers[name].round()
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        for number in range(rounds):
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
-                found[name].append(workers[name].round())
-    finally:
-        for worker in workers.values():
-            worker.close()
-    return found
 
 
 def breakdown(rows: list[dict[str, Any]]) -> dict[str, float]:

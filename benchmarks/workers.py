@@ -80,3 +80,21 @@ class Worker:
             self._end.send(False)
         self._process.wait()
         self._end.close()
+
+
+def answers(workers: dict[str, Worker], rounds: int, warm: int) -> dict[str, list[dict[str, Any]]]:
+    """What each worker answers in each counted round; the order turns by one a round."""
+    names = list(workers)
+    try:
+        for _ in range(warm):
+            for name in names:
+                workers[name].round()
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        for number in range(rounds):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                found[name].append(workers[name].round())
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return found
