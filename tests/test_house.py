@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "rar_lib"
 HEAVY = {"vllm", "megatron", "transformers"}
 LAYERS = [
-    {"errors", "seeding", "config", "traces", "metrics", "progress", "child"},
+    {"errors", "seeding", "config", "config_keys", "traces", "metrics", "progress", "child"},
     {"replay", "tasks", "checkpoint"},
     {"engines", "rl", "figures", "integrations"},
     {

@@ -36,7 +36,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, f
 
 import rar_lib
 from rar_lib.checkpoint import DATA_DIR, digest_checkpoint, resolve_checkpoint, router_header
-from rar_lib.config import FLAT_NAMES, JobConfig, explain
+from rar_lib.config import JobConfig, explain
+from rar_lib.config_keys import FLAT_NAMES
 from rar_lib.engines.session import available, resolve_engines
 from rar_lib.errors import ConfigError, RarError
 from rar_lib.planner import Planner

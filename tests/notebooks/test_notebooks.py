@@ -11,7 +11,7 @@ import nbformat
 import pandas as pd
 import pytest
 
-from rar_lib.config import FLAT_NAMES
+from rar_lib.config_keys import FLAT_NAMES
 from tests.notebooks.execute import STATE, normalise
 
 ROOT = Path(__file__).resolve().parents[2]
