@@ -40,7 +40,8 @@ from rar_lib.engines.served import (
     unpack,
     written,
 )
-from rar_lib.engines.vllm_capture import CaptureModel, plan_capture
+from rar_lib.engines.vllm_capture import plan_capture
+from rar_lib.engines.vllm_conditions import CaptureModel
 from rar_lib.engines.vllm_rollout import require_temperature_one, waves
 from rar_lib.errors import EngineError, TraceError
 from rar_lib.seeding import derive_seed
