@@ -189,7 +189,8 @@ def compare(
     runs_dir: RunsDir = None,
 ) -> None:
     """Runs aligned by policy and seed: paired differences, best and final, collapse, missing seeds; as text, Markdown and HTML."""
-    from rar_lib.runs.report import as_text, read_comparison, write_comparison
+    from rar_lib.runs.align import read_comparison
+    from rar_lib.runs.report import as_text, write_comparison
     from rar_lib.runs.store import RUNS_DIR
 
     if not sources:

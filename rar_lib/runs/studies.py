@@ -7,7 +7,7 @@ and a bound that was written down before, so that it holds, does not hold, or ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -89,8 +89,7 @@ class Study:
         return Study(self.name, runs, steps)
 
 
-# quantity -> (label, from the logarithm?, value of a run)
-Value = Callable[[pd.DataFrame, pd.DataFrame], pd.Series]
+# quantity -> (label, compared by factors?)
 QUANTITIES: dict[str, tuple[str, bool]] = {
     "reward": ("reward, last quarter of the steps", False),
     "evaluation_last": ("reward served on held-out prompts", False),
@@ -99,6 +98,8 @@ QUANTITIES: dict[str, tuple[str, bool]] = {
     "ratio_max": ("largest ratio old/rollout", True),
     "grad_norm": ("gradient norm", True),
 }
+FORMS = {"reward": ".3f", "evaluation_last": ".3f", "k3_rollout_old": ".2e", "extreme_fraction_tau2": ".1e", "ratio_max": ".1f",
+         "grad_norm": ".2f"}  # fmt: skip
 
 
 def values_of(study: Study) -> pd.DataFrame:
@@ -148,8 +149,6 @@ def comparison_table(study: Study, baseline: str = "none") -> pd.DataFrame:
     """
     found, table = comparison(study, baseline), values_of(study)
     sign = {"higher": " ↑", "lower": " ↓", "does not differ": "", "cannot be told": " ?"}
-    forms = {"reward": ".3f", "evaluation_last": ".3f", "k3_rollout_old": ".2e", "extreme_fraction_tau2": ".1e", "ratio_max": ".1f",
-             "grad_norm": ".2f"}  # fmt: skip
     rows = []
     for policy in table["policy"].drop_duplicates():
         row = {"policy": policy}
@@ -157,7 +156,7 @@ def comparison_table(study: Study, baseline: str = "none") -> pd.DataFrame:
             mean = table.loc[table["policy"] == policy, quantity].mean()
             here = found[(found["policy"] == policy) & (found["quantity"] == quantity)]
             mark = sign[here["verdict"].iloc[0]] if len(here) else ""
-            row[label] = f"{mean:{forms[quantity]}}{mark}"
+            row[label] = f"{mean:{FORMS[quantity]}}{mark}"
         rows.append(row)
     return pd.DataFrame(rows)
 
