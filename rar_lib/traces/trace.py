@@ -4,6 +4,8 @@ Every producer writes routes in another shape (padded or flat, all layers or MoE
 or none), and most of the known accidents come from a row that is not a route but looks like one: a zero row reads as
 "expert 0". Here a cell that holds no route says so in `status`, the layer axis holds MoE layers only and names them,
 and the ids keep the smallest unsigned type that holds E-1. Files are safetensors: memory-mapped, nothing is executed.
+
+One file: what a record may hold, its padded and packed forms and its file are one contract, each an exact inverse of another.
 """
 
 from __future__ import annotations
