@@ -40,6 +40,21 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
+def read_values(path: Path, what: str) -> Any:
+    """What a file holds: JSON by its suffix, else YAML.
+
+    Raises:
+        ConfigError: for a file that cannot be read; `what` names its kind.
+    """
+    try:
+        text = path.read_text()
+        return json.loads(text) if path.suffix == ".json" else parse_yaml(text)
+    except OSError as error:
+        raise ConfigError(f"{what} file {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{what} file {path}: {error}") from None
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -462,14 +477,7 @@ class JobConfig(_Part):
     def from_file(cls, path: str | Path, overrides: Iterable[str] = ()) -> JobConfig:
         """Read YAML or JSON (by suffix)."""
         path = Path(path)
-        try:
-            text = path.read_text()
-        except OSError as error:
-            raise ConfigError(f"config file {path}: {error.strerror}") from None
-        try:
-            values = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
-        except ValueError as error:
-            raise ConfigError(f"config file {path}: {error}") from None
+        values = read_values(path, "config")
         if values is not None and not isinstance(values, dict):
             raise ConfigError(f"config file {path}: expected a mapping, found {type(values).__name__}")
         return cls.build(values or {}, overrides)

@@ -16,11 +16,10 @@ the mask is applied before any reduction, and reductions run in float64. What a 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-Pair = Literal["rollout_old", "old_new", "rollout_new"]
 Array = Any  # numpy array or CPU tensor
 
 

@@ -14,9 +14,9 @@ import hashlib
 import html
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -328,10 +328,6 @@ class RouteTrace:
         optional = {n: np.concatenate([getattr(t, n) for t in traces]) for n in first._optional_names()}
         experts = np.concatenate([t.experts for t in traces])
         return cls(first.header, experts, offsets, status, **optional)
-
-    def with_source(self, source: Literal["rollout", "old", "new"]) -> RouteTrace:
-        """The same routes under another source name."""
-        return replace(self, header=self.header.model_copy(update={"source": source}))
 
     # ---------------------------------------------------------------- files
 
