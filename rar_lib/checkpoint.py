@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rar_lib.config import TaskConfig
-from rar_lib.errors import ConfigError
+from rar_lib.errors import ConfigError, EngineError
 from rar_lib.replay.record import describe_routers
 from rar_lib.seeding import derive_seed
 from rar_lib.tasks import Problem, Task
@@ -160,17 +160,33 @@ def router_header(path: Path) -> TraceHeader:
         return describe_routers(AutoModelForCausalLM.from_config(load_model_config(path)))
 
 
-def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """A Transformers causal language model in evaluation mode, on the CPU, with eager attention and per-expert loops.
+KERNELS = {"eager": ("eager", "eager"), "fused": ("sdpa", "grouped_mm")}
 
-    Eager kernels, because two runs and two processes then compute the same numbers.
+
+def load_model(path: Path, dtype: torch.dtype = torch.float32, kernels: str = "eager") -> Any:
+    """A Transformers causal language model in evaluation mode, on the CPU.
+
+    Args:
+        path: checkpoint folder.
+        dtype: of its parameters.
+        kernels: `eager`, attention by its formula and a loop over experts: what every committed number was computed with; or
+            `fused`, PyTorch's attention and grouped matrix products.
+
+    Raises:
+        EngineError: if Transformers has no such kernels for the model's class.
     """
+    attention, experts = KERNELS[kernels]
     from transformers import AutoModelForCausalLM
 
     with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-        )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation=attention, experts_implementation=experts
+            )
+        except (ValueError, ImportError) as error:
+            if kernels == "eager":
+                raise
+            raise EngineError(f"kernels '{kernels}' ({attention}, {experts}): {error}") from None
     return model.eval()
 
 

@@ -109,6 +109,21 @@ class SamplingConfig(_Part):
     max_new_tokens: int = Field(6, gt=0, description="response tokens at most, the end token included")
 
 
+Kernels = Literal["eager", "fused"]
+KERNELS: Any = Field(
+    "eager",
+    description="of a Transformers model (hf only): eager attention and a loop over experts, or fused: PyTorch's attention and "
+    "grouped matrix products, which are faster and round otherwise",
+)
+
+
+def _require_hf_kernels(kernels: Kernels, engine: str) -> None:
+    if kernels != "eager" and engine not in ("hf", "auto"):
+        raise ValueError(
+            f"kernels '{kernels}' are those of a Transformers model; engine is '{engine}', which has its own"
+        )
+
+
 class RolloutConfig(_Part):
     """The engine that samples."""
 
@@ -123,6 +138,7 @@ class RolloutConfig(_Part):
     )
     router_noise: float = Field(0.0, ge=0, description="standard deviation of noise on the router logits (hf only)")
     zero_mismatch: bool = Field(False, description="re-score the sample with the trainer's own forward (hf only)")
+    kernels: Kernels = KERNELS
     sampling: SamplingConfig = SamplingConfig()
 
     @model_validator(mode="after")
@@ -131,6 +147,7 @@ class RolloutConfig(_Part):
             raise ValueError(f"vLLM samples no cooler than 0.01; sampling.temperature is {self.sampling.temperature}")
         if self.engine not in ("hf", "auto") and (self.router_noise or self.zero_mismatch):
             raise ValueError(f"router_noise and zero_mismatch are knobs of the hf rollout; engine is '{self.engine}'")
+        _require_hf_kernels(self.kernels, self.engine)
         served = self.engine in ("vllm_server", "sglang_server")
         if self.url is not None and not (served and self.url.startswith(("http://", "https://"))):
             raise ValueError(
@@ -150,6 +167,7 @@ class TrainerConfig(_Part):
 
     engine: Literal["megatron", "hf", "auto"] = "megatron"
     dtype: DType = "float32"
+    kernels: Kernels = KERNELS
     micro_batch_size: int = Field(64, gt=0, description="sequences a forward")
     processes: int = Field(
         1, ge=1, description="of the trainer: Megatron's ranks, or FSDP2's where the engine is hf; 1: in this process"
@@ -174,6 +192,7 @@ class TrainerConfig(_Part):
 
     @model_validator(mode="after")
     def _processes_divide(self) -> TrainerConfig:
+        _require_hf_kernels(self.kernels, self.engine)
         tensor, pipeline = self.tensor_parallel, self.pipeline_parallel
         expert = self.expert_parallel * self.expert_tensor_parallel
         if self.engine == "hf" and (tensor, pipeline, expert, self.virtual_pipeline) != (1, 1, 1, 1):

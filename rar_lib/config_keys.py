@@ -53,6 +53,7 @@ FLAT_NAMES: dict[str, Any] = {
     "temperature": _to("rollout.sampling.temperature"),
     "max_new_tokens": _to("rollout.sampling.max_new_tokens"),
     "trainer_dtype": _to("trainer.dtype"),
+    "kernels": lambda value: {"rollout.kernels": value, "trainer.kernels": value},
     "micro_batch_size": _to("trainer.micro_batch_size"),
     "processes": _to("trainer.processes"),
     "tensor_parallel": _to("trainer.tensor_parallel"),

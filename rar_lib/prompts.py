@@ -35,7 +35,8 @@ class Prompts:
     ) -> tuple[RolloutResult, TokenBatch]:
         """Responses and their batch."""
         g = group_size or self.config.algorithm.group_size
-        prompts = [self.tokenizer(p.prompt)["input_ids"] for p in problems]
+        ids = {text: self.tokenizer(text)["input_ids"] for text in dict.fromkeys(p.prompt for p in problems)}
+        prompts = [ids[p.prompt] for p in problems]
         uids = [f"{p.uid}/{i // g}.{i % g}" for i, p in enumerate(problems)]
         sample = rollout.generate(prompts, self.config.rollout.sampling, uids, seed)
         batch = TokenBatch.pack(
@@ -54,4 +55,5 @@ class Prompts:
 
     def rewards(self, sample: RolloutResult, problems: list[Problem]) -> torch.Tensor:
         """`[S]` float32, the reward of each response."""
-        return torch.tensor([self.task.score(self.text(r), p) for r, p in zip(sample.responses, problems, strict=True)])
+        texts = {response: self.text(response) for response in set(sample.responses)}
+        return torch.tensor([self.task.score(texts[r], p) for r, p in zip(sample.responses, problems, strict=True)])

@@ -57,7 +57,7 @@ class HFRollout:
     ) -> None:
         self.config, self.special, self.trainer, self.model_id = config, special, trainer, path.name
         self._scores = scores
-        self.model: Any = load_model(path, dtype=getattr(torch, config.dtype))
+        self.model: Any = load_model(path, getattr(torch, config.dtype), config.kernels)
         self.shares, self.weight_version = shares, -1
 
     def check_sync(self, weights: NamedTensors) -> None:

