@@ -494,7 +494,11 @@ class JobConfig(_Part):
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Iterable[str] = ()) -> JobConfig:
-        """Read YAML or JSON (by suffix)."""
+        """Read YAML or JSON (by suffix); no content is all defaults.
+
+        Raises:
+            ConfigError: for a file that cannot be read or holds no mapping, and as `build`.
+        """
         path = Path(path)
         values = read_values(path, "config")
         if values is not None and not isinstance(values, dict):
@@ -505,8 +509,11 @@ class JobConfig(_Part):
     def from_flat(cls, **parameters: Any) -> JobConfig:
         """From the flat scalars of a notebook: each name is one of config_keys.FLAT_NAMES.
 
-        `policy` is an arm: 'none', 'R2' or 'R3'; `routes` says which of its routes are forced. `engine` sets both engines: 'auto', 'hf', or 'real' (vLLM and
-        Megatron-Core).
+        `policy` is an arm: 'none', 'R2' or 'R3'; `routes` says which of its routes are forced. `engine` sets both engines: 'auto',
+        'hf', or 'real' (vLLM and Megatron-Core).
+
+        Raises:
+            ConfigError: one line a fault: a name that is none of them, and as `build`.
         """
         tree, faults = config_keys.from_flat(parameters)
         try:

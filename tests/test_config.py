@@ -95,7 +95,7 @@ def test_every_flat_name_reaches_a_field() -> None:
     }
     values |= {"trainer_dtype": "bfloat16", "routes": "uniform", "unit": "slot", "score": "swap"}
     values |= {"objective": "gspo", "anchor": "rollout", "corrections": "opsm", "gates": "recorded"}
-    values |= {"freeze_router": True, "zero_mismatch": True}
+    values |= {"freeze_router": True, "zero_mismatch": True, "kernels": "fused"}
     values |= {
         "trainer_engine": "megatron",
         "rollout_engine": "vllm_server",

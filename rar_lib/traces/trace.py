@@ -92,10 +92,12 @@ class RouteTrace:
 
     @property
     def num_sequences(self) -> int:
+        """S."""
         return len(self.offsets) - 1
 
     @property
     def num_tokens(self) -> int:
+        """N, all sequences together."""
         return int(self.offsets[-1])
 
     @property
@@ -270,6 +272,9 @@ class RouteTrace:
         Returns:
             `experts [S, T, L, K]` int64 with -1 wherever no route is recorded (padding included), and `status` of shape
             `[S, T]` or `[S, T, L]`, MISSING in the padding.
+
+        Raises:
+            TraceError: for a length below that of the longest sequence.
         """
         longest = int(self.lengths.max(initial=0))
         length = longest if length is None else length
@@ -307,7 +312,11 @@ class RouteTrace:
 
     @classmethod
     def concatenate(cls, traces: Sequence[RouteTrace]) -> RouteTrace:
-        """Join traces along the sequences. Headers and optional arrays must agree."""
+        """Join traces along the sequences.
+
+        Raises:
+            TraceError: for no trace at all, or traces whose headers or optional arrays differ.
+        """
         if not traces:
             raise TraceError("traces: expected at least one trace to join, found none")
         first = traces[0]
@@ -356,7 +365,11 @@ class RouteTrace:
 
     @classmethod
     def load(cls, path: str | Path) -> RouteTrace:
-        """Map a trace file into memory; the arrays are read when they are used. `verify()` checks the payload."""
+        """Map a trace file into memory; the arrays are read when they are used. `verify()` checks the payload.
+
+        Raises:
+            TraceError: for a file that is not there, is no trace, or holds arrays of other shapes than its header says.
+        """
         path = Path(path)
         try:
             with safe_open(path, framework="pt") as file:
