@@ -89,7 +89,7 @@ class Study:
         return Study(self.name, runs, steps)
 
 
-# quantity -> (label, compared by factors?)
+# quantity -> (label, compared by its logarithm?)
 QUANTITIES: dict[str, tuple[str, bool]] = {
     "reward": ("reward, last quarter of the steps", False),
     "evaluation_last": ("reward served on held-out prompts", False),
