@@ -175,7 +175,7 @@ def names_in(module: str) -> frozenset[str]:
             case ast.FunctionDef() | ast.ClassDef():
                 found.add(node.name)
             case ast.Assign():
-                found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+                found |= {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}
             case ast.AnnAssign(target=ast.Name() as target):
                 found.add(target.id)
             case ast.Import() | ast.ImportFrom() if path.is_dir():
