@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rar_lib.config import FLAT_NAMES, JobConfig
+from rar_lib.config import JobConfig
+from rar_lib.config_keys import FLAT_NAMES
 from rar_lib.errors import ConfigError
 
 
