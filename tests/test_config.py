@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rar_lib.config import FLAT_NAMES, JobConfig
+from rar_lib.config import JobConfig
+from rar_lib.config_keys import FLAT_NAMES
 from rar_lib.errors import ConfigError
 
 
@@ -94,7 +95,7 @@ def test_every_flat_name_reaches_a_field() -> None:
     }
     values |= {"trainer_dtype": "bfloat16", "routes": "uniform", "unit": "slot", "score": "swap"}
     values |= {"objective": "gspo", "anchor": "rollout", "corrections": "opsm", "gates": "recorded"}
-    values |= {"freeze_router": True, "zero_mismatch": True}
+    values |= {"freeze_router": True, "zero_mismatch": True, "kernels": "fused"}
     values |= {
         "trainer_engine": "megatron",
         "rollout_engine": "vllm_server",

@@ -11,14 +11,19 @@ import contextlib
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from rar_lib.engines.base import NamedTensors, TokenBatch
+from rar_lib.checkpoint import SpecialTokens
+from rar_lib.config import RolloutConfig, SamplingConfig
+from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
+from rar_lib.engines.hf_rollout import pack_rollout, require_length
 from rar_lib.engines.http import Server
+from rar_lib.engines.precision import at_precision
 from rar_lib.errors import EngineError
 from rar_lib.traces.trace import TraceHeader
 from rar_lib.traces.wire.dump import Sample
@@ -36,6 +41,66 @@ class Stamps:
         """The stamp of the next push."""
         self._pushes += 1
         return f"rar-{self.client}-{self._pushes}-v{version}"
+
+
+class ServedRollout:
+    """What a rollout over a server does whatever the server is; see `Rollout` in base.py.
+
+    Args:
+        path: checkpoint folder.
+        config: dtype that the engine must have, and precision of the weights that are pushed.
+        special: tokens that end and pad a response.
+        server: where it listens.
+
+    Attributes:
+        header: of the traces that it returns.
+        max_length: tokens of prompt and response at most.
+    """
+
+    header: TraceHeader
+    max_length: int
+
+    def __init__(self, path: Path, config: RolloutConfig, special: SpecialTokens, server: Server) -> None:
+        self.config, self.special, self.server, self._path = config, special, server, path
+        self.weight_version, self._stamps = -1, Stamps()
+
+    def reconfigure(self, config: RolloutConfig) -> None:
+        """Another precision or sampling for the same engine; the dtype is fixed when it starts.
+
+        Raises:
+            EngineError: for another dtype.
+        """
+        if config.dtype != self.config.dtype:
+            raise EngineError(
+                f"rollout.dtype: {self.server.url} computes in {self.config.dtype}, asked for {config.dtype}"
+            )
+        self.config = config
+
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
+        """See `Rollout.load_weights`: rounds to the configured precision and pushes."""
+        self._push(at_precision(weights, self.config.precision), version)
+
+    def _push(self, weights: NamedTensors, version: int) -> None:
+        """Bring weights into the server, and remember their stamp."""
+        raise NotImplementedError
+
+    def _require_lengths(self, prompts: Sequence[Sequence[int]], uids: Sequence[str], sampling: SamplingConfig) -> None:
+        for uid, prompt in zip(uids, prompts, strict=True):
+            require_length(uid, len(prompt), sampling.max_new_tokens, self.max_length)
+
+    def _result(
+        self,
+        prompts: Sequence[Sequence[int]],
+        uids: Sequence[str],
+        sampling: SamplingConfig,
+        samples: Sequence[Sample],
+        started: float,
+    ) -> RolloutResult:
+        """What the answers say, checked by `unpack`; `started` is on the clock of time.perf_counter."""
+        responses, scores, routes = unpack(self.server, self.header, prompts, uids, samples)
+        header = self.header.model_copy(update={"sampling": sampling.model_dump()})
+        trace = pack_rollout(header, prompts, responses, scores, routes, self.weight_version)
+        return RolloutResult(tuple(responses), tuple(scores), trace, self.weight_version, time.perf_counter() - started)
 
 
 @contextlib.contextmanager

@@ -16,11 +16,10 @@ the mask that is not finite, is a ValueError. What cannot be computed is `None`,
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-Pair = Literal["rollout_old", "old_new", "rollout_new"]
 Array = Any  # numpy array or CPU tensor
 
 

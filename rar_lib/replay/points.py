@@ -8,6 +8,8 @@ sigmoid and bias, groups, renormalisation, scaling. Megatron-Core asks for the s
 (`router_replay.get_replay_topk`), so its routers carry a SelectionPoint as their replay object.
 
 State belongs to the model and to open contexts, never to the process: two models cannot see each other's routes.
+
+One file: the point, the pick that it stands for and the contexts that open it hold each other's state.
 """
 
 from __future__ import annotations

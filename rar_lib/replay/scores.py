@@ -203,6 +203,11 @@ class ExpertScore:
         """Cells without a route."""
         return int(np.isneginf(self.values).sum())
 
+    def first_bad(self) -> tuple[int, int] | None:
+        """Row and expert of the first value that no score has: NaN, or below 0 and not -inf. None if there is none."""
+        bad = np.argwhere(~(self.values >= 0) & ~np.isneginf(self.values))
+        return (int(bad[0, 0]), int(bad[0, 1])) if len(bad) else None
+
     def require(self, trace: RouteTrace) -> None:
         """Refuse a score of another shape, or with NaN or negative values.
 
@@ -214,9 +219,9 @@ class ExpertScore:
             raise ReplayError(
                 f"score {self.id}: expected shape {expected} (layers, experts), found {self.values.shape}"
             )
-        bad = ~(self.values >= 0) & ~np.isneginf(self.values)
-        if bad.any():
-            layer, expert = (int(i) for i in np.argwhere(bad)[0])
+        bad = self.first_bad()
+        if bad is not None:
+            layer, expert = bad
             raise ReplayError(
                 f"score {self.id}: expected values of 0 or more, found {self.values[layer, expert]} at layer "
                 f"{trace.header.moe_layers[layer]}, expert {expert}"

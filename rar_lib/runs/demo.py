@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from rar_lib.checkpoint import DATA_DIR
 from rar_lib.engines.session import available
 from rar_lib.errors import EngineError
+from rar_lib.runs.notebook import NOTEBOOKS
 
-NOTEBOOK = DATA_DIR.parent / "notebooks" / "01_quickstart.ipynb"
+NOTEBOOK = NOTEBOOKS / "01_quickstart.ipynb"
 
 
 def run_demo(out: Path, steps: int | None = None) -> Path:

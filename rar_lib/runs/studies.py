@@ -104,6 +104,8 @@ QUANTITIES: dict[str, tuple[str, bool]] = {
     "ratio_max": ("largest ratio old/rollout", True),
     "grad_norm": ("gradient norm", True),
 }
+FORMS = {"reward": ".3f", "evaluation_last": ".3f", "k3_rollout_old": ".2e", "extreme_fraction_tau2": ".1e", "ratio_max": ".1f",
+         "grad_norm": ".2f"}  # fmt: skip
 
 
 def values_of(study: Study) -> pd.DataFrame:
@@ -161,8 +163,6 @@ def comparison_table(study: Study, baseline: str = "none") -> pd.DataFrame:
     """
     found, table = comparison(study, baseline), values_of(study)
     sign = {"higher": " ↑", "lower": " ↓", "does not differ": "", "cannot be told": " ?"}
-    forms = {"reward": ".3f", "evaluation_last": ".3f", "k3_rollout_old": ".2e", "extreme_fraction_tau2": ".1e", "ratio_max": ".1f",
-             "grad_norm": ".2f"}  # fmt: skip
     rows = []
     for policy in table["policy"].drop_duplicates():
         row = {"policy": policy}
@@ -170,7 +170,7 @@ def comparison_table(study: Study, baseline: str = "none") -> pd.DataFrame:
             mean = table.loc[table["policy"] == policy, quantity].mean()
             here = found[(found["policy"] == policy) & (found["quantity"] == quantity)]
             mark = sign[here["verdict"].iloc[0]] if len(here) else ""
-            row[label] = f"{mean:{forms[quantity]}}{mark}"
+            row[label] = f"{mean:{FORMS[quantity]}}{mark}"
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -16,6 +16,7 @@ from rar_lib.errors import RunError
 from rar_lib.runs.compare import paired_ratio
 from rar_lib.runs.files import write_json
 from rar_lib.runs.store import RunStore, differing, run_id
+from tests.runs.holding import held_elsewhere
 
 CONFIG, DIGESTS = JobConfig(), {"checkpoint": "c", "task": "t"}
 
@@ -87,19 +88,12 @@ def test_many_starts_of_one_run_do_not_trip_over_each_other(tmp_path: Path) -> N
 
 def test_a_folder_held_by_another_process_says_by_which(tmp_path: Path) -> None:
     store = RunStore(tmp_path, CONFIG, DIGESTS)
-    code = (
-        "import sys, pathlib; from rar_lib.config import JobConfig; from rar_lib.runs.store import RunStore\n"
-        f"with RunStore(pathlib.Path({str(tmp_path)!r}), JobConfig(), {DIGESTS!r}).held():\n"
-        "    print('held', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(RunError, match=f"held by process {other.pid}"), store.held():
-            pass
-        other.communicate("")
+    with (
+        held_elsewhere(store.path) as process,
+        pytest.raises(RunError, match=f"held by process {process}"),
+        store.held(),
+    ):
+        pass
     with store.held():
         pass
 
