@@ -137,3 +137,10 @@ def test_faults_inside_a_list_are_named() -> None:
     hf = {"rollout": {"engine": "hf"}, "trainer": {"engine": "hf"}}
     with pytest.raises(ConfigError, match="expected unit token_layer, found slot"):
         JobConfig.build({**hf, "router_replay": {"gates": "recorded", "unit": "slot"}})
+
+
+def test_kernels_are_those_of_the_hf_engines() -> None:
+    both = JobConfig.from_flat(engine="hf", kernels="fused")
+    assert (both.rollout.kernels, both.trainer.kernels) == ("fused", "fused")
+    with pytest.raises(ConfigError, match=r"kernels 'fused' .* engine is 'vllm'.*\n.*engine is 'megatron'"):
+        JobConfig.from_flat(engine="real", kernels="fused")

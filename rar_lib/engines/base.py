@@ -69,12 +69,13 @@ class TokenBatch:
             shares: see the class.
         """
         rows = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
-        tokens = torch.full((len(rows), max(map(len, rows))), pad_id, dtype=torch.int64)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row)] = torch.tensor(row)
+        lengths = torch.tensor([len(row) for row in rows])
+        tokens = torch.full((len(rows), int(lengths.max())), pad_id, dtype=torch.int64)
+        inside = torch.arange(tokens.shape[1])[None, :] < lengths[:, None]
+        tokens[inside] = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         return cls(
             tokens,
-            torch.tensor([len(r) for r in rows]),
+            lengths,
             torch.tensor([len(p) for p in prompts]),
             tuple(uids),
             torch.tensor(list(groups)),

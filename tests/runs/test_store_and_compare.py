@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
+import rar_lib.runs.store
 from rar_lib.config import JobConfig
 from rar_lib.errors import RunError
 from rar_lib.runs.compare import paired_ratio
@@ -52,6 +54,37 @@ def test_complete_means_summary(tmp_path: Path) -> None:
     assert RunStore(tmp_path, CONFIG, DIGESTS).summary() == {"reward": 1.0}
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "x.json", {"a": float("nan")})
+
+
+def test_tables_take_a_small_part_of_a_run_and_wait_for_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("rar_lib.runs.store.time.monotonic", lambda: now[0])
+    write = rar_lib.runs.store.write_table
+
+    def slow(path: Path, table: pd.DataFrame) -> None:
+        now[0] += 1.0
+        write(path, table)
+
+    monkeypatch.setattr("rar_lib.runs.store.write_table", slow)
+    store = RunStore(tmp_path, CONFIG, DIGESTS)
+    rows: list[dict[str, Any]] = []
+    seen = []
+    for step in range(80):
+        now[0] += 1.0
+        rows.append({"step": step})
+        store.write_tables(rows, [], [])
+        seen.append(len(store.metrics()))
+    assert seen[:3] == [1, 1, 1]
+    assert sorted(set(seen)) == [1, 39, 77]  # two tables of a second each, so thirty-eight steps of a second between
+    with pytest.raises(KeyboardInterrupt), store.held():
+        raise KeyboardInterrupt
+    assert len(store.metrics()) == 80
+    rows.append({"step": 80})
+    store.write_tables(rows, [], [])
+    with store.new_checkpoint(81):
+        assert len(store.metrics()) == 81
 
 
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
