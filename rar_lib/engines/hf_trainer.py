@@ -73,8 +73,9 @@ class HFTrainer:
                 router.requires_grad_(False)
         if config.processes > 1:
             _shard(self.model, config.processes)
+        fused = config.kernels == "fused" and config.processes == 1
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=algorithm.lr, weight_decay=algorithm.weight_decay
+            self.model.parameters(), lr=algorithm.lr, weight_decay=algorithm.weight_decay, fused=fused
         )
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:

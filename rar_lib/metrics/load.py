@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+import torch
 
 from rar_lib.errors import TraceError
 from rar_lib.metrics.agreement import check_pair
@@ -219,7 +220,8 @@ def routing_shift(a: RouteTrace, b: RouteTrace) -> tuple[pd.DataFrame, np.ndarra
     recorded = a.recorded & b.recorded
     sums, cells, gammas = np.zeros((4, layers)), np.zeros(layers, np.int64), []
     for rows in token_blocks(a.num_tokens, layers * experts):
-        p, q, known = router_probabilities(a.scores[rows]), router_probabilities(b.scores[rows]), recorded[rows]
+        p, q = (router_probabilities(torch.tensor(scores[rows])).numpy() for scores in (a.scores, b.scores))
+        known = recorded[rows]
         with np.errstate(divide="ignore", invalid="ignore"):
             gap = np.where(p > 0, p * (np.log(p) - np.log(q)), 0).sum(-1)
         for i, values in enumerate((entropy(p), entropy(q), total_variation(p, q), np.maximum(gap, 0))):

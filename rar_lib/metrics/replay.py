@@ -10,6 +10,7 @@ Ids are `[..., K]` integers; cells without a record (`known` false) are left out
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from rar_lib.metrics.agreement import overlap
 from rar_lib.metrics.mismatch import Array, k3
@@ -53,19 +54,19 @@ def fidelity(recorded: np.ndarray, executed: np.ndarray, known: np.ndarray) -> f
     return float((overlap(recorded, executed)[known] / recorded.shape[-1]).mean())
 
 
-def router_probabilities(scores: np.ndarray) -> np.ndarray:
-    """Ranked scores as probabilities over the experts, float64: as they are where a row is a distribution already
-    (routers that rank after a softmax), else their softmax (routers that rank logits, or biased sigmoids).
+def router_probabilities(scores: torch.Tensor) -> torch.Tensor:
+    """Ranked scores as probabilities over the experts: as they are where a row is a distribution already (routers that rank
+    after a softmax), else their softmax (routers that rank logits, or biased sigmoids).
 
     Args:
         scores: `[..., E]`, -inf for experts that group limits exclude.
+
+    Returns:
+        `[..., E]` float64, on the same device.
     """
-    wide = scores.astype(np.float64)
-    given = (wide >= 0).all(-1, keepdims=True) & (np.abs(wide.sum(-1, keepdims=True) - 1) < 1e-3)
-    if given.all():
-        return wide
-    p = np.exp(wide - wide.max(-1, keepdims=True))
-    return np.where(given, wide, p / p.sum(-1, keepdims=True))
+    wide = scores.double()
+    given = (wide >= 0).all(-1, keepdim=True) & ((wide.sum(-1, keepdim=True) - 1).abs() < 1e-3)
+    return torch.where(given, wide, wide.softmax(-1))
 
 
 def regret(scores: np.ndarray, native: np.ndarray, executed: np.ndarray, known: np.ndarray) -> float | None:
@@ -86,7 +87,7 @@ def regret(scores: np.ndarray, native: np.ndarray, executed: np.ndarray, known: 
     chosen = np.take_along_axis(scores, executed, -1)[known]
     if np.isneginf(chosen).any():
         raise ValueError("regret: an executed expert lies outside the groups that the router allows; undefined there")
-    p = router_probabilities(scores)
+    p = router_probabilities(torch.tensor(scores)).numpy()
     given_up = np.take_along_axis(p, native, -1).sum(-1) - np.take_along_axis(p, executed, -1).sum(-1)
     return float(given_up[known].mean())
 

@@ -22,10 +22,6 @@ from rar_lib.traces.trace import RouteTrace
 class Replaying:
     """The routes that an open `replaying` context forces.
 
-    Attributes:
-        forced_units: units of the plan that routers were given, since the context opened.
-        changed_cells: (token, layer) cells whose executed set of experts differs from the router's live choice.
-
     Raises:
         ReplayError: if trace and model differ in experts, top-k or MoE layers, the plan is not of the trace, or
             forces single experts of a router that chooses within groups.
@@ -68,16 +64,28 @@ class Replaying:
         self._tokens = None if tokens is None else _with_filler(tokens, 0)
         self._gates = _with_filler(_padded_scores(trace, inside), 0) if gates else None
         self._bias = None if plan.bias is None else torch.from_numpy(np.asarray(plan.bias, np.float32))
-        self.forced_units = 0
-        self.changed_cells = 0
         self._measure = measure
-        self._compared = self._differing = self._cells = self._kept = 0
-        self._regret: float | None = 0.0
+        self._compared = self._differing = 0
+        self._sums: dict[str, torch.Tensor] = {}
         self._forced_slots: dict[int, deque[tuple[torch.Tensor, torch.Tensor]]] = {p.layer: deque() for p in points}
-        self._gradients: dict[str, torch.Tensor] = {
-            kind: torch.zeros((), dtype=torch.float64) for kind in ("forced", "free")
-        }
-        self._slots = {"forced": 0, "free": 0}
+
+    def _add(self, name: str, amount: torch.Tensor) -> None:
+        """Add a scalar to a sum; it stays where it was computed, so that no router call waits for a device."""
+        before = self._sums.get(name)
+        self._sums[name] = amount if before is None else before + amount.to(before.device)
+
+    def _sum(self, name: str) -> float:
+        return self._sums[name].item() if name in self._sums else 0
+
+    @property
+    def forced_units(self) -> int:
+        """Units of the plan that routers were given, since the context opened."""
+        return int(self._sum("forced units"))
+
+    @property
+    def changed_cells(self) -> int:
+        """(token, layer) cells whose executed set of experts differs from the router's live choice."""
+        return int(self._sum("changed cells"))
 
     def focus(self, sequences: Sequence[int] | torch.Tensor, in_flight: bool = False) -> None:
         """The next forward holds these sequences of the trace, in this order; -1 is a filler, which stays native and uncounted.
@@ -146,8 +154,8 @@ class Replaying:
             used = resolve(recorded, asked, scores, ids)
         else:
             used = resolve_biased(recorded, asked, scores, ids, self._bias[column].to(ids.device))
-        self.forced_units += int(asked.sum())
-        self.changed_cells += int(((used.unsqueeze(-1) == ids.unsqueeze(-2)).sum((-1, -2)) < k).sum())
+        self._add("forced units", asked.sum())
+        self._add("changed cells", ((used.unsqueeze(-1) == ids.unsqueeze(-2)).sum((-1, -2)) < k).sum())
         if self._measure:
             self._count(point, recorded, asked, scores.detach(), ids, used)
         return used
@@ -176,14 +184,12 @@ class Replaying:
         """Fidelity and regret of one router call; which executed experts were forced, for the gradients to come."""
         known = recorded[:, 0] >= 0
         same = used[:, :, None] == recorded[:, None, :]  # [rows, executed slot, recorded slot]
-        self._cells += int(known.sum())
-        self._kept += int((same & known[:, None, None]).sum())
-        if self._regret is not None:
-            p = torch.from_numpy(router_probabilities(scores.double().cpu().numpy())).to(scores.device)
-            chosen = p.gather(1, used)
-            outside = known & torch.isneginf(scores.gather(1, used)).any(-1)
-            given_up = p.gather(1, native).sum(-1) - chosen.sum(-1)
-            self._regret = None if outside.any() else self._regret + float(given_up[known].sum())
+        self._add("cells", known.sum())
+        self._add("kept", (same & known[:, None, None]).sum())
+        p = router_probabilities(scores)
+        given_up = p.gather(1, native).sum(-1) - p.gather(1, used).sum(-1)
+        self._add("outside", (known & torch.isneginf(scores.gather(1, used)).any(-1)).sum())
+        self._add("regret", torch.where(known, given_up, 0).sum())
         wanted = asked if asked.ndim == 2 else asked[:, None]
         self._forced_slots[point.layer].append(((same & wanted[:, None, :] & known[:, None, None]).any(-1), known))
 
@@ -199,8 +205,8 @@ class Replaying:
         def arrived(gradient: torch.Tensor) -> None:
             squared = gradient.detach().reshape(-1, gradient.shape[-1]).gather(1, ids).double().square()
             for kind, mask in (("forced", forced), ("free", ~forced & known[:, None])):
-                self._gradients[kind] = self._gradients[kind] + squared[mask].sum()
-                self._slots[kind] += int(mask.sum())
+                self._add(f"{kind} gradient", torch.where(mask, squared, 0).sum())
+                self._add(f"{kind} slots", mask.sum())
 
         logits.register_hook(arrived)
 
@@ -209,10 +215,13 @@ class Replaying:
         for point in self._points:
             compared, differing = point.take_executed()
             self._compared, self._differing = self._compared + compared, self._differing + differing
-        gradients = {kind: float(value) for kind, value in self._gradients.items()}
+        forced, free = (
+            (float(self._sum(f"{kind} gradient")), int(self._sum(f"{kind} slots"))) for kind in ("forced", "free")
+        )
+        regret = None if self._sum("outside") else float(self._sum("regret"))
         return PassCounts(
-            self.forced_units, self.changed_cells, self._compared, self._differing, self._cells, self._kept,
-            self._regret, gradients["forced"], self._slots["forced"], gradients["free"], self._slots["free"],
+            self.forced_units, self.changed_cells, self._compared, self._differing, int(self._sum("cells")), int(self._sum("kept")),
+            regret, *forced, *free,
         )  # fmt: skip
 
 

@@ -87,7 +87,7 @@ class Lesson:
         r = np.full((*inside.shape, *part.scores.shape[1:]), 1.0)
         ids = np.zeros((*inside.shape, *part.experts.shape[1:]), np.int64)
         known = np.zeros(inside.shape, bool)
-        r[inside], ids[inside] = router_probabilities(np.asarray(part.scores)), part.experts
+        r[inside], ids[inside] = router_probabilities(torch.tensor(part.scores)), part.experts
         known[inside] = part.recorded.all(-1)
         return torch.from_numpy(r), torch.from_numpy(ids), torch.from_numpy(known)
 
@@ -166,4 +166,4 @@ def _scale(mean: str, mask: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 def _probabilities(scores: torch.Tensor) -> torch.Tensor:
     """Ranked scores `[n, T, L, E]` as probabilities, float64."""
-    return torch.from_numpy(router_probabilities(scores.detach().float().cpu().numpy()))
+    return router_probabilities(scores.detach().float().cpu())

@@ -108,9 +108,10 @@ def test_along_nested_plans(unit: Any, policy: str, seed: int) -> None:
 
 def test_probabilities_are_taken_as_they_are_and_logits_through_a_softmax() -> None:
     p = np.array([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]])
-    assert np.array_equal(m.router_probabilities(p), p)
-    assert m.router_probabilities(np.log(p) + 3) == pytest.approx(p)
-    assert m.router_probabilities(np.array([[0.0, -np.inf, 0.0]])).tolist() == [[0.5, 0, 0.5]]
+    given = torch.from_numpy(p)
+    assert torch.equal(m.router_probabilities(given), given)
+    assert m.router_probabilities(given.log() + 3).numpy() == pytest.approx(p)
+    assert m.router_probabilities(torch.tensor([[0.0, -torch.inf, 0.0]])).tolist() == [[0.5, 0, 0.5]]
     ids = np.array([[[0]], [[2]]])
     used = np.array([[[1]], [[2]]])
     known = np.ones((2, 1), bool)
