@@ -1,12 +1,13 @@
 """How a step grows: experts 8 to 128, layers 2 to 16, prompts 16 to 256, on both pairs, against the smallest of each.
 
-Random Qwen3-MoE of the tiny checkpoint's widths, top-2; a step of a job under R3 with its diagnostics. The smallest and each larger one take
-turns, and the smallest is measured again beside each. `parts` has the share of each part of the step by its own clock, so that one sees what
-departs from linear; `exponent` is that of the time between neighbours, log of the ratio of times over log of the ratio of sizes.
+Random Qwen3-MoE of the tiny checkpoint's widths, top-2; a step of a job under R3 with its diagnostics. All
+sizes take turns. `parts` has the wall seconds of each part of the step, so that one sees what departs from linear; `exponent` is that of
+the time between neighbours: log of the ratio of times over log of the ratio of sizes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -58,23 +59,17 @@ def measure(rounds: int) -> tuple[list[Figure], dict[str, Any]]:
         folder = Path(name)
         for axis, sizes in AXES.items():
             for pair in PAIRS:
-                before = sizes[0], 1.0
-                for size in sizes[1:]:
-                    rows = answers(
-                        {str(one): worker(folder, pair, axis, one) for one in (size, sizes[0])},
-                        max(4, rounds // 4),
-                        WARM,
-                    )
-                    cpu = {one: [row["cpu"] for row in found] for one, found in rows.items()}
-                    made = figure(
-                        f"step, {size} {axis}, {pair}", f"{sizes[0]} {axis}", cpu[str(size)], cpu[str(sizes[0])]
-                    )
+                workers = {str(size): worker(folder, pair, axis, size) for size in sizes}
+                rows = answers(workers, max(4, rounds // 3), WARM)
+                cpu = {size: [row["cpu"] for row in found] for size, found in rows.items()}
+                smallest, before = str(sizes[0]), 1.0
+                told[f"{sizes[0]} {axis}, {pair}"] = {"parts": parts(rows[smallest])}
+                for less, size in itertools.pairwise(sizes):
+                    made = figure(f"step, {size} {axis}, {pair}", f"{sizes[0]} {axis}", cpu[str(size)], cpu[smallest])
                     figures.append(made)
-                    told[made.name] = {
-                        "exponent": round(math.log(made.ratio / before[1]) / math.log(size / before[0]), 3),
-                        "parts": parts(rows[str(size)]), "parts_of_the_smallest": parts(rows[str(sizes[0])]),
-                    }  # fmt: skip
-                    before = size, made.ratio
+                    exponent = math.log(made.ratio / before) / math.log(size / less)
+                    told[f"{size} {axis}, {pair}"] = {"exponent": round(exponent, 3), "parts": parts(rows[str(size)])}
+                    before = made.ratio
     return figures, told
 
 
