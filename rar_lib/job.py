@@ -65,9 +65,10 @@ from rar_lib.tasks import Task
 logger = logging.getLogger("rar")
 NOISE_SEQUENCES = 64  # scored one by one for the trainer's noise floor: CPU kernels sum alike at most larger sizes
 
-LARGEST_SYNC_GAP = (
-    0.1  # nats a token; an fp8-rounded bf16 rollout lies near 0.01. Rollout.check_sync is the exact check
-)
+# Nats a token; an fp8-rounded bf16 rollout lies near 0.01. Rollout.check_sync is the exact check.
+LARGEST_SYNC_GAP = 0.1
+# Of what tokens differ by that are paired wrongly. Text that the model never saw: 0.4 with the weights in place; layers exchanged: 0.7.
+LARGEST_SYNC_SHARE = 0.5
 
 
 def run_job(
@@ -113,6 +114,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
     mode, planner = MODES[config.router_replay.arm], Planner(config.router_replay, seen)
     tokenizer = load_tokenizer(path)
     special = special_tokens(path, tokenizer)
+    logger.info("%s starts %s and %s", store.path.name, config.rollout.engine, config.trainer.engine)
     rollout, trainer = engines.open(config, path, special)
     temperature = config.rollout.sampling.temperature
     prompts = Prompts(config, task, tokenizer, special)
@@ -329,13 +331,25 @@ def noise_floor_row(
 
 
 def _require_sync(mu: torch.Tensor, native: LogprobResult, batch: TokenBatch) -> None:
-    """Rollout and trainer hold the same weights: their log-probs must be close before anything is learned from them."""
-    gap = float((native.logprobs - mu)[batch.response_mask].abs().mean())
-    if not gap <= LARGEST_SYNC_GAP:
+    """Rollout and trainer hold the same weights: their log-probs must be close before anything is learned from them.
+
+    On text that a model was not trained on, rounding alone can move a few tokens by nats. So a wide gap is refused only where the
+    trainer knows hardly more of a token's log-prob than of another token's; where it does, the gap is the mismatch, and is told.
+    """
+    rollout, trainer = mu[batch.response_mask], native.logprobs[batch.response_mask]
+    gap = float((trainer - rollout).abs().mean())
+    if gap <= LARGEST_SYNC_GAP:
+        return
+    unrelated = float((trainer.roll(len(trainer) // 2) - rollout).abs().mean())
+    told = f"rollout and trainer differ by {gap:.3f} nats a token on the first batch, where at most {LARGEST_SYNC_GAP} is usual"
+    if not gap <= LARGEST_SYNC_SHARE * unrelated:
         raise EngineError(
-            f"rollout and trainer should hold the same weights, but their log-probs differ by {gap:.3f} nats a token "
-            f"(expected below {LARGEST_SYNC_GAP}): the weights were not pushed, or under wrong names"
+            f"{told}; log-probs of unrelated tokens differ by {unrelated:.3f}: the weights were not pushed, or under wrong names"
         )
+    logger.warning(
+        "%s: the engines compute this text very differently; rollout.precision native and dtype float32 show how much is rounding",
+        told,
+    )
 
 
 def _require_identity(new: torch.Tensor, old: torch.Tensor) -> None:
