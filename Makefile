@@ -1,4 +1,4 @@
-# make setup | demo | test | notebooks | review | lab | clean. Everything lives in .venv; nothing else on the machine is touched.
+# make setup | demo | test | bench | notebooks | review | lab | clean. Everything lives in .venv; nothing else on the machine is touched.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV := .venv
@@ -21,11 +21,21 @@ export JUPYTER_PLATFORM_DIRS := 1
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
-.PHONY: help setup demo test parity browser notebooks review lab clean
+# An environment that sees the packages of .venv beside its own, so that neither moves the other's versions: folder, requirements.
+define beside
+	@[ -x $(1)/bin/python ] || "$(PYTHON)" -m venv $(1)
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/rar.pth"
+	@echo "installing $(2)"
+	@$(1)/bin/python -m pip install --quiet --no-deps --requirement $(2)
+	@touch $(1)/.installed
+endef
+
+.PHONY: help setup demo test bench parity browser notebooks review lab clean
 help:
 	@echo "make setup   environment in $(VENV) from requirements.lock"
 	@echo "make demo    the quickstart on vLLM and Megatron-Core: none, R2 and R3"
 	@echo "make test    ruff, types, pytest, nbval"
+	@echo "make bench   timings as ratios, into benchmarks/results (half an hour; PARTS='job traces' for some)"
 	@echo "make notebooks  execute all notebooks in place and normalise them"
 	@echo "make review  what changed in the notebooks, as a person reads it (REV=main to compare with another revision)"
 	@echo "make browser Chromium, for the tests that open JupyterLab (Debian, as root)"
@@ -59,15 +69,16 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) $(NBVAL) --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg $(DETERMINISTIC)
 	$(BIN)/python -m pytest $(PARALLEL) -p tests.notebooks.workers $(NBVAL) --nbval-lax $(LAX)
 
+bench: .venv-bench/.installed
+	$(BIN)/python -m benchmarks $(PARTS)
+
+.venv-bench/.installed: $(STAMP) benchmarks/requirements.txt
+	$(call beside,.venv-bench,benchmarks/requirements.txt)
+
 parity: .venv-verl/.installed
 
-# verl in an environment that sees the packages of .venv, so that neither moves the other's versions.
 .venv-verl/.installed: $(STAMP) tests/parity/requirements-verl.txt
-	@[ -x .venv-verl/bin/python ] || "$(PYTHON)" -m venv .venv-verl
-	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$(.venv-verl/bin/python -c 'import site; print(site.getsitepackages()[0])')/rar.pth"
-	@echo "installing tests/parity/requirements-verl.txt"
-	@.venv-verl/bin/python -m pip install --quiet --no-deps --requirement tests/parity/requirements-verl.txt
-	@touch $@
+	$(call beside,.venv-verl,tests/parity/requirements-verl.txt)
 
 # Debian's Chromium: playwright drives it, and downloads none of its own.
 browser:
@@ -84,5 +95,5 @@ lab: $(STAMP)
 	$(BIN)/jupyter lab --ip=127.0.0.1 --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 clean:
-	rm -rf $(VENV) .venv-verl build *.egg-info .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-verl .venv-bench build *.egg-info .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

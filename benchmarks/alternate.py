@@ -1,15 +1,17 @@
-"""Ratios on a noisy machine: two things run in turn, in one process, and only their ratio is kept.
+"""Ratios on a noisy machine: things run in turn, in one run, and only their ratios are kept.
 
 CPU seconds of the process, not wall time: neighbours on the machine then count for little. The order within a round
-changes from round to round, so that whoever goes second gains nothing from warm caches.
+changes from round to round, so that whoever goes second gains nothing from warm caches. A ratio is taken round by round; its
+median and quartiles over the rounds are the figure and its spread.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 
 def cpu_seconds(call: Callable[[], Any]) -> float:
@@ -19,34 +21,89 @@ def cpu_seconds(call: Callable[[], Any]) -> float:
     return time.process_time() - started
 
 
-def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """Of (seconds of the thing, seconds of its base): the median ratio over rounds, its quartiles, and both medians."""
-    ratios = sorted(a / b for a, b in pairs)
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return {
-        "ratio": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)], "rounds": len(pairs),
-        "ratio_of_fastest": round(min(a for a, _ in pairs) / min(b for _, b in pairs), 4),
-        "seconds": round(statistics.median(a for a, _ in pairs), 5),
-        "base_seconds": round(statistics.median(b for _, b in pairs), 5),
-    }  # fmt: skip
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table.
+
+    Attributes:
+        name: what was measured.
+        base: what it is divided by.
+        ratio: median over rounds.
+        low, high: quartiles.
+        rounds: how many.
+        seconds, base_seconds: medians, CPU seconds unless `note` says otherwise; None where no time was measured.
+        goal: limit of the ratio, None where there is none.
+        sense: whether the goal is an upper or a lower limit.
+        note: what the reader must know.
+    """
+
+    name: str
+    base: str
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+    seconds: float | None = None
+    base_seconds: float | None = None
+    goal: float | None = None
+    sense: Literal["at most", "at least"] = "at most"
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the median is within the goal."""
+        if self.goal is None:
+            return None
+        return self.ratio <= self.goal if self.sense == "at most" else self.ratio >= self.goal
+
+    def row(self) -> dict[str, Any]:
+        """Plain JSON, `met` included."""
+        return asdict(self) | {"met": self.met}
 
 
-def compare(
-    thing: Callable[[], Any],
-    base: Callable[[], Any],
+def in_turn(
+    things: Mapping[str, Callable[[], Any]],
     rounds: int,
     measure: Callable[[Callable[[], Any]], float] = cpu_seconds,
-) -> dict[str, Any]:
-    """Run both in turn, `rounds` times after one warm-up each."""
-    thing()
-    base()
-    pairs = []
+    warm: int = 1,
+) -> dict[str, list[float]]:
+    """Seconds of every thing in every round; the order turns by one a round.
+
+    Args:
+        things: name to call.
+        rounds: counted ones, at least 2.
+        measure: seconds of a call.
+        warm: uncounted calls of each before.
+    """
+    names = list(things)
+    for name in names:
+        for _ in range(warm):
+            things[name]()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
-        if number % 2:
-            second = measure(base)
-            first = measure(thing)
-        else:
-            first = measure(thing)
-            second = measure(base)
-        pairs.append((first, second))
-    return summary(pairs)
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            seconds[name].append(measure(things[name]))
+    return seconds
+
+
+def figure(name: str, base: str, thing: Sequence[float], of: Sequence[float], **more: Any) -> Figure:
+    """The ratio of two lists of seconds, round by round.
+
+    Args:
+        name, base: see Figure.
+        thing, of: seconds of each round.
+        more: other fields of the Figure.
+    """
+    ratios = [a / b for a, b in zip(thing, of, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return Figure(
+        name, base, round(middle, 4), round(low, 4), round(high, 4), len(ratios),
+        round(statistics.median(thing), 5), round(statistics.median(of), 5), **more,
+    )  # fmt: skip
+
+
+def compare(name: str, base: str, thing: Callable[[], Any], of: Callable[[], Any], rounds: int, **more: Any) -> Figure:
+    """Run two things in turn; see `figure`."""
+    seconds = in_turn({"thing": thing, "base": of}, rounds)
+    return figure(name, base, seconds["thing"], seconds["base"], **more)

@@ -27,8 +27,8 @@ from rar_lib.replay.counts import PassCounts
 from rar_lib.replay.flip_model import FlipModel
 from rar_lib.replay.plan import Unit
 
-# (old log-probs of the arm [S, T], rows of an update) -> the objective of that update
 DEFAULT_SCORE = ScoreConfig()
+# (old log-probs of the arm [S, T], rows of an update [n]) -> the objective of that update
 Objectives = Callable[[torch.Tensor, torch.Tensor], Objective]
 
 
@@ -89,10 +89,11 @@ class ArmScores:
     Attributes:
         table: a row an arm and pass (`old`, `new`): arm, policy, unit, budget, seed, pass, planned (units), nominal, binding
             (against native_free at θ_old), forced (share of recorded cells whose executed set is not native_local),
-            fidelity, regret, executed_equals_resolved, target_shift (k3 against the native pass at the same weights), k3,
-            extreme_fraction_tau2, ratio_max, efficiency (None where none and R3 differ by no more than `noise_floor`), and,
+            fidelity, regret, executed_equals_resolved, target_shift (k3 in nats against the native pass at the same weights), k3
+            (nats, rollout/old or rollout/new), extreme_fraction_tau2, ratio_max, efficiency (None where none and R3 differ by no more
+            than `noise_floor`), and,
             after updates, drift_planned, drift_unplanned, router_gradient_forced, router_gradient_free.
-        by_prompt: a row an arm, pass and prompt: tokens and the sum of k3, for intervals clustered by prompt.
+        by_prompt: a row an arm, pass and prompt: tokens and the sum of k3 in nats, for intervals clustered by prompt.
         native: the native pass at θ_old, with its routes and margins.
     """
 
@@ -123,7 +124,7 @@ def score_arms(
         temperature: of the sampling.
         objectives: makes the objective of each update; without it only the old pass is scored.
         flips: P(flip) from earlier batches, for policy swap.
-        noise_floor: k3 of an engine against itself.
+        noise_floor: k3 of an engine against itself, nats a token.
         batch_number: for policies that draw anew for each batch.
 
     Raises:

@@ -227,7 +227,7 @@ def build_model(tokenizer: Any, seed: int) -> Any:
 
 
 def supervised_batch(tokenizer: Any, problems: Sequence[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens `[n, T]`, right-padded, and labels `[n, T]`: the answer and the end token, -100 elsewhere."""
+    """Tokens `[n, T]` int64, right-padded, and labels `[n, T]` int64: the answer and the end token, -100 elsewhere."""
     prompts = [tokenizer(p.prompt)["input_ids"] for p in problems]
     answers = [[*tokenizer(p.answer)["input_ids"], tokenizer.eos_token_id] for p in problems]
     longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
@@ -302,7 +302,7 @@ def warm_start(
 
 
 def save_checkpoint(model: Any, tokenizer: Any, path: Path) -> None:
-    """Write config, weights (Hugging Face names, one tensor an expert) and tokenizer."""
+    """Write config, weights (Hugging Face names, one tensor an expert) and tokenizer into a folder, readable for all."""
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -320,7 +320,16 @@ def make_base(
     seed: int = 0,
     log: Log = None,
 ) -> None:
-    """Build, warm-start and save the base checkpoint; `base.json` beside it says how it was made."""
+    """Build, warm-start and save the base checkpoint; `base.json` in its folder says how it was made.
+
+    Args:
+        path: folder to write.
+        target, max_steps, batch_size, lr, log: as for `warm_start`.
+        seed: of the first weights and of the training.
+
+    Raises:
+        ConfigError: if the target was not reached.
+    """
     tokenizer, task = build_tokenizer(), Task(TaskConfig())
     model = build_model(tokenizer, seed)
     with seeded(derive_seed(seed, "warm-start")):

@@ -1,5 +1,10 @@
 """The command line: `rar run | sweep | runs | compare | reproduce | export | figures | demo | base | doctor | record | aliases`. Results go
-to standard output, progress and errors to standard error."""
+to standard output, progress and errors to standard error.
+
+A command is its signature, from which its help is made, and one call of the library, which is imported when the command runs.
+
+One file: the words, units and defaults of options are kept alike by standing beside each other.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +194,8 @@ def compare(
     runs_dir: RunsDir = None,
 ) -> None:
     """Runs aligned by policy and seed: paired differences, best and final, collapse, missing seeds; as text, Markdown and HTML."""
-    from rar_lib.runs.report import as_text, read_comparison, write_comparison
+    from rar_lib.runs.align import read_comparison
+    from rar_lib.runs.report import as_text, write_comparison
     from rar_lib.runs.store import RUNS_DIR
 
     if not sources:
@@ -453,7 +459,7 @@ def main() -> None:
         if sys.argv[1:2] == ["runs"]:
             tyro.extras.subcommand_cli_from_dict(RUNS, prog="rar runs", description=runs.__doc__, args=sys.argv[2:])
         else:
-            tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="rar", description=__doc__)
+            tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="rar", description=(__doc__ or "").partition("\n\n")[0])
     except RarError as error:
         print(f"rar: {error}", file=sys.stderr)
         sys.exit(2)
@@ -463,3 +469,7 @@ def main() -> None:
     except KeyboardInterrupt:  # Ctrl-C, or a signal that asks to end
         print("rar: interrupted; start it again to continue from the last checkpoint", file=sys.stderr)
         sys.exit(130)
+
+
+if __name__ == "__main__":  # or `python -m rar_lib.cli` would say nothing and succeed
+    main()

@@ -2,10 +2,13 @@
 
 A config comes from YAML, JSON, `--set a.b=value` or the flat scalars of a notebook's parameters cell, and ends as the
 same frozen object; unknown fields and values out of range are refused by name. verl's spellings of the replay switch
-are accepted as they are (`router_replay: {enabled, mode}` and the two launch keys), so that a recipe carries over.
+are accepted as they are (`router_replay: {enabled, mode}` and the two launch keys), so that a recipe carries over; short names and
+launch keys are turned into fields by config_keys.py.
 
 What a run computes is decided by this object alone: its resolved form is hashed into the run's id. Where things are
 written (`runs_dir`) and how progress is shown are arguments of `run_job`, not part of the experiment.
+
+One file: whoever sets up a run finds every field, its unit and the rules between fields here.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from rar_lib import config_keys
 from rar_lib.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
@@ -34,6 +38,21 @@ def parse_yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
+
+
+def read_values(path: Path, what: str) -> Any:
+    """What a file holds: JSON by its suffix, else YAML.
+
+    Raises:
+        ConfigError: for a file that cannot be read; `what` names its kind.
+    """
+    try:
+        text = path.read_text()
+        return json.loads(text) if path.suffix == ".json" else parse_yaml(text)
+    except OSError as error:
+        raise ConfigError(f"{what} file {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{what} file {path}: {error}") from None
 
 
 class _Part(BaseModel):
@@ -466,8 +485,8 @@ class JobConfig(_Part):
                 value = parse_yaml(text)
             except ValueError as error:
                 raise ConfigError(f"--set {item!r}: {error}") from None
-            _put(tree, key.strip(), value)
-        _adopt_verl_keys(tree)
+            config_keys.put(tree, key.strip(), value)
+        config_keys.adopt_verl_keys(tree)
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
@@ -475,38 +494,28 @@ class JobConfig(_Part):
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Iterable[str] = ()) -> JobConfig:
-        """Read YAML or JSON (by suffix)."""
+        """Read YAML or JSON (by suffix); no content is all defaults.
+
+        Raises:
+            ConfigError: for a file that cannot be read or holds no mapping, and as `build`.
+        """
         path = Path(path)
-        try:
-            text = path.read_text()
-        except OSError as error:
-            raise ConfigError(f"config file {path}: {error.strerror}") from None
-        try:
-            values = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
-        except ValueError as error:
-            raise ConfigError(f"config file {path}: {error}") from None
+        values = read_values(path, "config")
         if values is not None and not isinstance(values, dict):
             raise ConfigError(f"config file {path}: expected a mapping, found {type(values).__name__}")
         return cls.build(values or {}, overrides)
 
     @classmethod
     def from_flat(cls, **parameters: Any) -> JobConfig:
-        """From the flat scalars of a notebook: each name is one of FLAT_NAMES.
+        """From the flat scalars of a notebook: each name is one of config_keys.FLAT_NAMES.
 
-        `policy` is an arm: 'none', 'R2' or 'R3'; `routes` says which of its routes are forced. `engine` sets both engines: 'auto', 'hf', or 'real' (vLLM and
-        Megatron-Core).
+        `policy` is an arm: 'none', 'R2' or 'R3'; `routes` says which of its routes are forced. `engine` sets both engines: 'auto',
+        'hf', or 'real' (vLLM and Megatron-Core).
+
+        Raises:
+            ConfigError: one line a fault: a name that is none of them, and as `build`.
         """
-        tree: dict[str, Any] = {}
-        faults: list[str] = []
-        for name, value in parameters.items():
-            if name not in FLAT_NAMES:
-                faults.append(f"parameter {name!r}: expected one of {', '.join(sorted(FLAT_NAMES))}")
-                continue
-            try:
-                for key, part in FLAT_NAMES[name](value).items():
-                    _put(tree, key, part)
-            except ConfigError as error:
-                faults.append(str(error))
+        tree, faults = config_keys.from_flat(parameters)
         try:
             found = cls.build(tree)
         except ConfigError as error:
@@ -518,117 +527,6 @@ class JobConfig(_Part):
     def resolved(self) -> dict[str, Any]:
         """Every value, defaults included, as plain JSON types."""
         return self.model_dump(mode="json")
-
-
-def _arm(value: Any) -> dict[str, Any]:
-    if value not in ("none", "R2", "R3"):
-        hint = " (a bare off or no reached Python as a boolean: quote it)" if isinstance(value, bool) else ""
-        raise ConfigError(f"parameter 'policy': expected 'none', 'R2' or 'R3', found {value!r}{hint}")
-    return {"router_replay.enabled": value != "none", "router_replay.mode": "disabled" if value == "none" else value}
-
-
-def _engine(value: Any) -> dict[str, Any]:
-    pairs = {"auto": ("auto", "auto"), "hf": ("hf", "hf"), "real": ("vllm", "megatron")}
-    if value not in pairs:
-        raise ConfigError(f"parameter 'engine': expected one of {', '.join(pairs)}, found {value!r}")
-    return {"rollout.engine": pairs[value][0], "trainer.engine": pairs[value][1]}
-
-
-def _zero_mismatch(value: Any) -> dict[str, Any]:
-    trainers = {"rollout.dtype": "float32", "rollout.precision": "native"}
-    return {"rollout.zero_mismatch": value, **(trainers if value is True else {})}
-
-
-def _to(key: str) -> Any:
-    return lambda value: {key: value}
-
-
-FLAT_NAMES: dict[str, Any] = {
-    "policy": _arm,
-    "engine": _engine,
-    "rollout_engine": _to("rollout.engine"),
-    "trainer_engine": _to("trainer.engine"),
-    "routes": _to("router_replay.policy"),
-    "unit": _to("router_replay.unit"),
-    "budget": lambda value: {"router_replay.budget": None if value == "" else value},
-    "score": _to("router_replay.score"),
-    "ratio": _to("router_replay.ratio"),
-    "model": _to("model.path"),
-    "task": _to("task.name"),
-    "precision": _to("rollout.precision"),
-    "rollout_dtype": _to("rollout.dtype"),
-    "router_noise": _to("rollout.router_noise"),
-    "temperature": _to("rollout.sampling.temperature"),
-    "max_new_tokens": _to("rollout.sampling.max_new_tokens"),
-    "trainer_dtype": _to("trainer.dtype"),
-    "kernels": lambda value: {"rollout.kernels": value, "trainer.kernels": value},
-    "micro_batch_size": _to("trainer.micro_batch_size"),
-    "processes": _to("trainer.processes"),
-    "tensor_parallel": _to("trainer.tensor_parallel"),
-    "pipeline_parallel": _to("trainer.pipeline_parallel"),
-    "expert_parallel": _to("trainer.expert_parallel"),
-    "expert_tensor_parallel": _to("trainer.expert_tensor_parallel"),
-    "dispatcher": _to("trainer.dispatcher"),
-    "recompute": _to("trainer.recompute"),
-    "prompts_per_step": _to("algorithm.prompts_per_step"),
-    "group_size": _to("algorithm.group_size"),
-    "updates_per_batch": _to("algorithm.updates_per_batch"),
-    "objective": _to("algorithm.objective"),
-    "anchor": _to("algorithm.anchor"),
-    "corrections": _to("algorithm.corrections"),
-    "freeze_router": _to("algorithm.freeze_router"),
-    "gates": _to("router_replay.gates"),
-    "clip_low": _to("algorithm.clip_low"),
-    "clip_high": _to("algorithm.clip_high"),
-    "lr": _to("algorithm.lr"),
-    "zero_mismatch": _zero_mismatch,
-    "eval_prompts": _to("evaluation.prompts"),
-    "eval_every": _to("evaluation.every"),
-    "steps": _to("steps"),
-    "seed": _to("seed"),
-    "checkpoint_every": _to("checkpoint_every"),
-}
-
-VERL_KEYS = (
-    "actor_rollout_ref.actor.router_replay.mode",
-    "actor_rollout_ref.actor.megatron.router_replay.mode",
-)
-
-
-def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, last = dotted.split(".")
-    for name in parents:
-        tree = tree.setdefault(name, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{dotted}: {name} is a value, not a group of settings")
-    tree[last] = value
-
-
-def _pop_dotted(tree: dict[str, Any], dotted: str) -> Any:
-    """Remove and return a value given as one dotted key or as nested groups; None if absent."""
-    if dotted in tree:
-        return tree.pop(dotted)
-    head, _, rest = dotted.partition(".")
-    inner = tree.get(head)
-    if not rest:
-        return tree.pop(head, None)
-    if not isinstance(inner, dict):
-        return None
-    value = _pop_dotted(inner, rest)
-    if not inner:
-        del tree[head]
-    return value
-
-
-def _adopt_verl_keys(tree: dict[str, Any]) -> None:
-    found = {key: value for key in VERL_KEYS if (value := _pop_dotted(tree, key)) is not None}
-    own = tree.get("router_replay") or {}
-    for key, mode in found.items():
-        if own.get("mode", mode) != mode or len(set(found.values())) > 1:
-            raise ConfigError(
-                f"{key}={mode} contradicts another setting of the replay mode: {found | {'router_replay': own}}"
-            )
-        tree["router_replay"] = {**own, "mode": mode, "enabled": own.get("enabled", mode != "disabled")}
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

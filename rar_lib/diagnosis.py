@@ -66,7 +66,7 @@ class Diagnosis:
 
     Attributes:
         report: the doctor's verdicts on the file, and those of the comparison.
-        mismatch: log-prob statistics by name with their pair, empty without two log-probs of the same tokens.
+        mismatch: log-prob statistics (metrics/mismatch.py) by name with their pair, empty without two log-probs of the same tokens.
         comparison: certificate and agreement, None without a second record.
         suggestion: what to try.
     """
@@ -301,7 +301,7 @@ def _pair(
 
 
 def dump_mismatch(dump: Dump) -> dict[str, float | None]:
-    """Statistics of METRICS section 1 for a dump that carries two log-probs of its sampled tokens (NeMo-RL's log, slime's training dump,
+    """Statistics of metrics/mismatch.py for a dump that carries two log-probs of its sampled tokens (NeMo-RL's log, slime's training dump,
     prime-rl's export), named `mismatch/rollout_old/...` or `mismatch/rollout_new/...`; empty without two.
 
     Raises:
@@ -322,7 +322,8 @@ def dump_mismatch(dump: Dump) -> dict[str, float | None]:
 
 
 def trace_mismatch(a: RouteTrace, b: RouteTrace) -> dict[str, float | None]:
-    """The same for two traces with log-probs, over the tokens that both scored (a rollout scores what it sampled)."""
+    """The same for two traces with log-probs, over the tokens that both scored (a rollout scores what it sampled); empty unless `a` is a
+    rollout's and `b` a trainer's."""
     if a.logprobs is None or b.logprobs is None or a.header.source != "rollout" or b.header.source == "rollout":
         return {}
     mask = np.isfinite(a.logprobs) & np.isfinite(b.logprobs)
@@ -340,7 +341,7 @@ def suggest(
     Args:
         report: the doctor's.
         comparison: certificate and agreement, or None.
-        numbers: log-prob mismatch, for the reason.
+        numbers: log-prob mismatch by name, for the reason.
         auc: of small margins against flips, where margins are known.
     """
     if report.summary == "not read":

@@ -9,6 +9,7 @@ estimate says nothing about swapping, other jobs on the machine, or answers that
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from rar_lib.seeding import derive_seed
 from rar_lib.tasks import Task
 from rar_lib.traces.header import id_dtype
 
+logger = logging.getLogger("rar")
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -85,7 +87,7 @@ def estimate(
         prompts: of the share, with all their samples; at least one an update.
 
     Raises:
-        ConfigError, EngineError: as the run would.
+        ConfigError, EngineError, ReplayError: as the run would.
     """
     config = resolve_engines(config, lambda _: None)
     path = resolve_checkpoint(config.model.path)
@@ -178,6 +180,7 @@ def _measure(config: JobConfig, session: EngineSession, wanted: int) -> dict[str
     tokenizer = load_tokenizer(path)
     special = special_tokens(path, tokenizer)
     started = time.perf_counter()
+    logger.info("estimate: opening the engines, then every part of a step twice on a share of a batch")
     rollout, trainer = session.open(config, path, special)
     opening = time.perf_counter() - started
     algorithm, temperature = config.algorithm, config.rollout.sampling.temperature

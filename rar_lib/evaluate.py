@@ -36,7 +36,7 @@ def evaluate(
 
     Returns:
         reward; with a trainer also reward_native, ess_native, k3_native, and, in a mode that replays the rollout's record,
-        reward_replayed, ess_replayed, k3_replayed (None in other modes). Empty without held-out prompts.
+        reward_replayed, ess_replayed, k3_replayed (None in other modes); k3 in nats a token. Empty without held-out prompts.
     """
     if not config.evaluation.prompts:
         return {}

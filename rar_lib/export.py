@@ -44,7 +44,7 @@ def export(runs: Sequence[Path], to: str, out: Path) -> list[Path]:
         if entry.state in ("broken", "foreign"):
             raise RunError(f"run folder {entry.path}: {entry.state}: {entry.note}")
         if entry.done == 0:
-            raise RunError(f"run folder {entry.path}: no step yet")
+            raise RunError(f"run folder {entry.path}: expected at least one finished step, found none")
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         raise RunError(

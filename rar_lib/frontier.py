@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from rar_lib.arms import Arm, score_arms
 from rar_lib.checkpoint import DATA_DIR, digest_checkpoint, resolve_checkpoint
 from rar_lib.config import JobConfig
 from rar_lib.engines.session import EngineSession, resolve_engines
-from rar_lib.errors import RunError
+from rar_lib.errors import ConfigError, RunError
 from rar_lib.metrics.contrasts import Efficiencies, at_equal_binding, efficiencies, slope
 from rar_lib.metrics.replay import verdict
 from rar_lib.progress import Style
@@ -47,6 +47,9 @@ class FrontierConfig(BaseModel):
 
     Attributes:
         job: engines, task and batch; its replay settings are not used.
+        policies: names of POLICIES.
+        budgets: shares of the recorded units, as decimals or fractions.
+        units: of the plans; a policy with a unit of its own takes that.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,9 +100,13 @@ class Frontier:
     def of(self, unit: str, when: str) -> tuple[pd.DataFrame, Efficiencies]:
         """Arms of a unit in a pass, draws of a control averaged: their shares, and efficiencies over all prompts.
 
+        Args:
+            unit: `token_layer` (plans of unit bias are shown with it) or `slot`.
+            when: the pass, `old` or `new`.
+
         Returns:
-            table with arm, policy, budget (float), nominal, binding, target_shift, drift_planned, k3, efficiency, low, high;
-            and the efficiencies behind it.
+            table with arm, policy, budget (float), nominal, binding, target_shift (nats), drift_planned, k3 (nats), efficiency, low,
+            high; and the efficiencies behind it.
         """
         rows, prompts = (t[t["pass"] == when].copy() for t in (self.table, self.by_prompt))
         shown = {"token_layer": ("token_layer", "bias")}.get(unit, (unit,))  # λ changes sets, and counts them
@@ -125,15 +132,19 @@ class Frontier:
 
         Replay at all, its budget, each policy's choice, what each leaves; then each of fisher and swap against the others.
 
+        Args:
+            unit, when: as for `of`.
+            budget: nominal share, as it was asked for.
+            against: policies that fisher and swap are compared with.
+
         Raises:
-            ValueError: if random routes were not among the policies, or not at this budget.
+            ConfigError: if random routes were not among the policies, or not at this budget.
         """
         table, found = self.of(unit, when)
         arms = set(found.value)
         betas = {beta: _label(RANDOM, beta) for beta in sorted(set(table["budget"].dropna()))}
         betas = {beta: arm for beta, arm in betas.items() if arm in arms}
-        if _label(RANDOM, budget) not in arms:
-            raise ValueError(f"contrasts: expected {RANDOM} at budget {budget} among the arms, found {sorted(arms)}")
+        _require_random("contrasts", budget, arms)
         rows = []
 
         def add(name: str, numbers: dict[str, float]) -> None:
@@ -158,7 +169,11 @@ class Frontier:
         return pd.DataFrame(rows)
 
     def at_equal_binding(self, unit: str, when: str, part: float, against: Sequence[str]) -> pd.DataFrame:
-        """The same at a binding share of `part` of what full replay binds, between arms by straight lines."""
+        """Fisher and swap against others at a binding share of `part` of what full replay binds, between budgets by straight lines.
+
+        Returns:
+            contrast, value, low, high (differences of efficiency).
+        """
         table, found = self.of(unit, when)
         binding = dict(zip(table["arm"], table["binding"], strict=True))
         arms = table[table["budget"].notna()].sort_values("budget")
@@ -192,10 +207,18 @@ class Frontier:
 
         What is left is measured against full R3 and not against zero, since R3 leaves what is not routing: too weak where
         the interval of R3 - policy lies above 0.
+
+        Returns:
+            policy, efficiency, "left, low" (lower end of R3 - policy), "target shift" (nats), "drift planned" (None without updates),
+            verdict (metrics.replay.verdict).
+
+        Raises:
+            ConfigError: if random routes, the control, were not among the policies, or not at this budget.
         """
         old, found = self.of(unit, "old")
         new = self.of(unit, "new")[0].set_index("arm") if (self.table["pass"] == "new").any() else None
         table = old.set_index("arm")
+        _require_random("verdicts", budget, table.index)
         control, shifts = _label(RANDOM, budget), table["target_shift"].to_dict()
         rows = []
         matched = table["policy"].map(_budget_of) == "matched"
@@ -252,6 +275,12 @@ def _label(policy: str, budget: str | float | None) -> str:
     return policy if budget is None or pd.isna(budget) else f"{policy} {float(as_fraction(budget)):g}"
 
 
+def _require_random(what: str, budget: str, arms: Iterable[str]) -> None:
+    """Random routes at the same budget are the control of both."""
+    if _label(RANDOM, budget) not in arms:
+        raise ConfigError(f"{what}: expected {RANDOM} at budget {budget} among the arms, found {sorted(arms)}")
+
+
 def _budget_of(name: str) -> str:
     """How a policy understands its budget; `none` for none itself."""
     return "none" if name == "none" else get_policy(name).budget
@@ -274,6 +303,7 @@ def run_frontier(
 
     Raises:
         ConfigError, EngineError, ReplayError: see errors.py.
+        RunError: if a stored result was made when a default was another.
     """
     job = resolve_engines(config.job, print)
     runs = runs_dir or RUNS_DIR
@@ -313,7 +343,7 @@ def _require_today(folder: Path, job: JobConfig) -> None:
 
 
 def load_frontier(folder: Path) -> Frontier:
-    """A frontier from its folder."""
+    """A frontier from its folder, as `run_frontier` writes it."""
     table, by_prompt, calibration = (
         read_table(folder / f"{part}.parquet") for part in ("table", "by_prompt", "calibration")
     )

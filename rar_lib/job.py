@@ -315,7 +315,7 @@ def _learn_flips(config: JobConfig, planner: Planner, rollout: Rollout, trainer:
 def noise_floor_row(
     config: JobConfig, rollout: Rollout, trainer: Trainer, batch: TokenBatch, mu: torch.Tensor, native: LogprobResult
 ) -> measure.Row:
-    """Each engine against itself at θ_old; absent where it cannot be measured.
+    """Each engine against itself at θ_old, in nats; absent where it cannot be measured. `mu` are the rollout's log-probs, `[S, T]`.
 
     vLLM and SGLang cannot score given tokens at another temperature than 1, and one sequence at a time has no other split.
     """

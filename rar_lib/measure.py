@@ -1,7 +1,7 @@
 """What one step of a run measures: plain rows, one name a number, the pair of sources in the name.
 
 reward/, groups/, response/   what was sampled
-mismatch/rollout_old/         the run's own old pass against the rollout (METRICS 1)
+mismatch/rollout_old/         the run's own old pass against the rollout (metrics/mismatch.py)
 mismatch/old_new/             the updates against the old pass
 mismatch/rollout_new/         the updates against the rollout
 factorisation/                log(new/rollout) = log(old/rollout) + log(new/old), means in nats
@@ -49,7 +49,13 @@ def rollout_logprobs(batch: TokenBatch, sample: RolloutResult) -> torch.Tensor:
 
 
 def sample_row(rewards: torch.Tensor, batch: TokenBatch, sample: RolloutResult, flat_groups: int) -> Row:
-    """What was sampled."""
+    """What was sampled.
+
+    Args:
+        rewards: `[S]` float32.
+        batch, sample: the tokens, and how they were sampled.
+        flat_groups: groups whose answers all have the same reward.
+    """
     lengths = (batch.lengths - batch.prompt_lengths).double()
     return {
         "reward/mean": float(rewards.double().mean()),
@@ -72,7 +78,14 @@ def mismatch_row(
 ) -> Row:
     """The three pairs of log-prob sources; `new` is each token's log-prob in the update that it took part in.
 
-    Beside the token statistics: the extremes of seq_ratio and geo_ratio of the answers (old/rollout), and the share of bad updates.
+    Beside the token statistics: the extremes of seq_ratio and geo_ratio of the answers (old/rollout; GSPO, arXiv 2507.18071), the share of
+    bad updates (arXiv 2602.04879), and the means of the factorisation.
+
+    Args:
+        mu, old: `[S, T]` log-probs in nats.
+        updates: of each update, its rows `[n]` int64 of the batch and what came out.
+        mask: `[S, T]` bool, response tokens.
+        advantages: `[S]`.
     """
     new = torch.zeros_like(old)
     for rows, update in updates:
@@ -115,7 +128,13 @@ def _factorised(mu: torch.Tensor, old: torch.Tensor, new: torch.Tensor, mask: to
 
 
 def paired_row(mu: torch.Tensor, scored: Mapping[str, LogprobResult], mask: torch.Tensor) -> Row:
-    """The same tokens under `none` and under `R3`: k3, extreme tokens and the largest ratio."""
+    """The same tokens under `none` and under `R3`: k3 and mean |Δ| in nats, share of extreme tokens, largest ratio.
+
+    Args:
+        mu: `[S, T]` log-probs of the rollout in nats.
+        scored: arm -> the pass that scored it.
+        mask: `[S, T]` bool, response tokens.
+    """
     names = ("k3", f"extreme_fraction_tau{TAU:g}", "ratio_max", "abs_mean")
     row: Row = {}
     for arm, result in scored.items():
@@ -127,7 +146,14 @@ def paired_row(mu: torch.Tensor, scored: Mapping[str, LogprobResult], mask: torc
 def paired_by_prompt(
     step: int, mu: torch.Tensor, scored: Mapping[str, LogprobResult], batch: TokenBatch, sample: RolloutResult
 ) -> list[Row]:
-    """A row a prompt: tokens, flipped cells and the sum of k3 under each arm, for intervals clustered by prompt."""
+    """A row a prompt: tokens, cells, flipped ones and the sum of k3 (nats) under each arm, for intervals clustered by prompt.
+
+    Args:
+        step: number of the step.
+        mu: `[S, T]` log-probs of the rollout in nats.
+        scored: arm -> the pass that scored it; `none` with its routes.
+        batch, sample: the tokens, and how they were sampled.
+    """
     mask = batch.response_mask.numpy()
     terms = {
         arm: np.where(mask, k3_terms((result.logprobs - mu).double().numpy()), 0.0).sum(1)
@@ -157,7 +183,12 @@ def paired_by_prompt(
 
 
 def agreement_row(sample: RolloutResult, native: LogprobResult) -> Row:
-    """Routes of the rollout against a forward without any replay, in all and by layer."""
+    """Routes of the rollout against a forward without any replay, in all and by layer, and the margins of that forward.
+
+    Args:
+        sample: what was sampled.
+        native: the pass without replay, with its routes and, for margin/ columns, their margins.
+    """
     assert native.trace is not None
     compared = agreement(sample.trace, native.trace)
     prefix = "agreement/rollout_native/"
@@ -193,6 +224,12 @@ def token_table(
     scored: Mapping[str, LogprobResult],
 ) -> pd.DataFrame:
     """A row a response token: what the figures of single tokens are drawn from.
+
+    Args:
+        step: number of the step.
+        batch, sample: the tokens, and how they were sampled.
+        mu, old: `[S, T]` log-probs of the rollout and of the run's own old pass, in nats.
+        scored: arm -> the pass that scored it; `none` with its routes.
 
     Returns:
         step, prompt (its number in the batch), sequence, position, token, logp_rollout, logp_old (the run's own old pass), logp_{arm} for every arm that was scored (nats), layers_flipped and
@@ -336,7 +373,12 @@ def plan_binding(replay: Replay, free: RouteTrace, layers: slice = slice(None)) 
 
 
 def update_row(updates: Sequence[tuple[torch.Tensor, UpdateResult]], tokens: int) -> Row:
-    """Loss, gradient norm and clipping of the updates of one batch."""
+    """Loss, gradient norm, clipping and the means of what else the objective reported, of the updates of one batch.
+
+    Args:
+        updates: of each, its rows `[n]` int64 of the batch and what came out.
+        tokens: response tokens of the batch.
+    """
     return {
         "update/loss": float(np.mean([u.loss for _, u in updates])),
         "update/grad_norm": float(np.mean([u.grad_norm for _, u in updates])),

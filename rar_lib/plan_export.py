@@ -51,7 +51,7 @@ class Payload:
     facts: dict[str, Any]
 
     def rows(self, values: np.ndarray) -> list[np.ndarray]:
-        """Values of each sequence."""
+        """Values `[N, ...]` of all tokens, cut into those of each sequence."""
         return np.split(values, self.trace.offsets[1:-1])
 
     def prompts(self) -> np.ndarray | None:

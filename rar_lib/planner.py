@@ -87,7 +87,13 @@ class Planner:
         return seen
 
     def see(self, native: LogprobResult, batch: TokenBatch, batch_number: int) -> None:
-        """Take the scores from a planning pass that was made elsewhere with this planner's `capture` and `request`."""
+        """Take the scores from a planning pass that was made elsewhere with this planner's `capture` and `request`.
+
+        Args:
+            native: the pass, with routes and signals.
+            batch: whose groups are halved for the stability of the score.
+            batch_number: of the run.
+        """
         if "score" not in self.needs:
             return
         assert native.signals is not None
@@ -106,11 +112,15 @@ class Planner:
             )  # fmt: skip
 
     def learn_flips(self, rollout: RouteTrace, native: RouteTrace) -> None:
-        """Remember which decisions differed; called after the batch was planned, so that no plan sees its own flips."""
+        """Remember which decisions differed; called after the batch was planned, so that no plan sees its own flips.
+
+        Raises:
+            ReplayError: if `native` carries no margins.
+        """
         if not self.learns_flips:
             return
         if native.margins is None:
-            raise ReplayError("P(flip): the planning pass recorded no margins")
+            raise ReplayError("P(flip): expected a planning pass with margins, found none")
         compared = agreement(rollout, native)
         self.flips = self.flips.seen(native.margins, compared.flipped, compared.known)
 
@@ -124,6 +134,9 @@ class Planner:
             batch: names the sequences.
             batch_number: of the run.
             native: the planning pass, if the policy looks.
+
+        Raises:
+            ConfigError, ReplayError: see make_plan.
         """
         seen = Candidates(
             record, batch.uids, self.config.seed, batch_number,

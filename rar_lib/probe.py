@@ -39,7 +39,7 @@ class Probe:
 
     @classmethod
     def begin(cls, trainer: Trainer, batch: TokenBatch, sequences: int, temperature: float, folder: Path) -> Probe:
-        """From the first `sequences` answers of a batch, at the weights of the start; kept in `folder`."""
+        """From the first `sequences` answers of a batch, at the weights of the start; kept in `folder`, which is there."""
         some = torch.arange(min(len(batch), sequences))
         chosen = batch.select(some)
         first = trainer.logprobs(chosen, temperature=temperature, capture="scores")
@@ -60,8 +60,8 @@ class Probe:
     def step(self, trainer: Trainer) -> Row:
         """What this step did: `drift/start/*` since the start of the run, `drift/step/*` since the last call.
 
-        router_flip and gate_tv by layer and in all, over prompt and response; of the step alone γ's mean, its share below 0.8 and its
-        quantiles, over the inputs that a response token is predicted from, as RSPO weighs them.
+        router_flip and gate_tv (both in 0..1) over prompt and response, since the start also by layer; of the step alone γ's mean, its
+        share below 0.8 and its quantiles, over the inputs that a response token is predicted from, as RSPO weighs them.
         """
         before, self.latest = self.latest, self._routes(trainer)
         row: Row = {}

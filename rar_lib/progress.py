@@ -64,7 +64,7 @@ def in_notebook() -> bool:
 
 
 def progress(name: str, total: int, start: int = 0, style: Style = "auto") -> Progress:
-    """A progress display for a run of `total` steps of which `start` are done."""
+    """A progress display for a run of `total` steps of which `start` are done; `auto` is a bar in a notebook, log lines elsewhere."""
     if style == "auto":
         style = "bar" if in_notebook() else "log"
     if style == "bar":

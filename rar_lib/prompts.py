@@ -14,7 +14,14 @@ from rar_lib.tasks import Problem, Task
 
 
 class Prompts:
-    """The prompts of a job."""
+    """The prompts of a job.
+
+    Args:
+        config: of the job.
+        task: where problems and rewards come from.
+        tokenizer: of the model.
+        special: tokens that end and pad a response.
+    """
 
     def __init__(self, config: JobConfig, task: Task, tokenizer: Any, special: SpecialTokens) -> None:
         self.config, self.task, self.tokenizer, self.special = config, task, tokenizer, special
@@ -33,7 +40,14 @@ class Prompts:
     def sample(
         self, rollout: Rollout, problems: list[Problem], seed: int, group_size: int | None = None
     ) -> tuple[RolloutResult, TokenBatch]:
-        """Responses and their batch."""
+        """Responses, and their batch with prompts and padding.
+
+        Args:
+            rollout: samples, at its present weights.
+            problems: groups of the same problem, one after another.
+            seed: of the draws.
+            group_size: problems of a group, by default the algorithm's.
+        """
         g = group_size or self.config.algorithm.group_size
         ids = {text: self.tokenizer(text)["input_ids"] for text in dict.fromkeys(p.prompt for p in problems)}
         prompts = [ids[p.prompt] for p in problems]

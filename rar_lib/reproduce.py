@@ -125,7 +125,14 @@ def reproduce(run: Path, out: Path, session: EngineSession | None = None, *, sho
 
 
 def compare(run: Path, again: Path) -> Reproduction:
-    """Every difference between two complete run folders."""
+    """Every difference between two complete run folders.
+
+    Args:
+        run, again: the run, and its repetition.
+
+    Raises:
+        RunError: if one of them is not complete.
+    """
     first, second = RunResult.read(run), RunResult.read(again)
     found: list[Difference] = []
     compared = 0

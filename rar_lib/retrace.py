@@ -9,6 +9,8 @@ caller says which version they are.
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,9 @@ from rar_lib.traces.trace import RouteTrace, Status
 from rar_lib.traces.wire import OWN, detect, read_content
 from rar_lib.traces.wire.content import Content
 from rar_lib.traces.wire.dump import ReadOptions
+
+TELL_SECONDS = 5.0  # between two lines that say how far a long recording is
+logger = logging.getLogger("rar")
 
 
 def record_tokens(
@@ -56,7 +61,7 @@ def record_tokens(
             "sequences: expected lists of at least one token id, found " + ("an empty one" if rows else "none")
         )
     megatron = type(model).__module__.startswith("megatron")
-    parts = []
+    parts, told = [], time.monotonic()
     with torch.no_grad(), recording(model, margins=margins, scores=scores) as record:
         for start in range(0, len(rows), batch_size):
             part = rows[start : start + batch_size]
@@ -65,6 +70,9 @@ def record_tokens(
                 tokens[i, : len(row)] = torch.from_numpy(row)
             logits = _megatron_logits(model, tokens) if megatron else model(input_ids=tokens, use_cache=False).logits
             parts.append(_pack(record, part, tokens, logits))
+            if time.monotonic() - told > TELL_SECONDS:
+                told = time.monotonic()
+                logger.info("recorded %d of %d sequences", start + len(part), len(rows))
     header = record.header.model_copy(
         update={
             "source": source,
@@ -112,10 +120,14 @@ def _pack(record: Any, part: list[np.ndarray], tokens: torch.Tensor, logits: tor
 def token_sequences(
     path: str | Path, format: str = "auto", *, allow_pickle: bool = False, model: Any = None
 ) -> list[np.ndarray]:
-    """The token ids of a trace, a dump or a token file, one array a sequence.
+    """The token ids of a trace, a dump or a token file: `[T]` int64 a sequence.
+
+    Args:
+        path: of the file.
+        format, allow_pickle, model: as for `read_dump`.
 
     Raises:
-        TraceError: if a sequence carries none.
+        TraceError: if the file cannot be read, or a sequence carries none.
     """
     from rar_lib.traces.layers import ModelShape
 

@@ -6,6 +6,7 @@ two halves of the prompts do not share ranks noise; one that differs from `param
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -28,6 +29,7 @@ from rar_lib.replay.scores import (
 )
 from rar_lib.stages import flip_calibration_table, stages
 
+logger = logging.getLogger("rar")
 SHOWN: tuple[tuple[Estimator, Aggregation], ...] = (
     ("gate", "per_route"), ("gate", "mass"), ("gate", "shrunk"), ("gate", "gate_free"), ("param", "per_route"),
     ("param_exact", "per_route"), ("swap", "per_route"),
@@ -39,7 +41,7 @@ class ScoreStudy:
     """What `study_scores` returns.
 
     Attributes:
-        agreement: stage, a, b, spearman: every ordered pair of estimators (per_route).
+        agreement: stage, a, b, spearman (within layers, replay.scores.rank_agreement): every ordered pair of estimators (per_route).
         stability: stage, name, spearman, null_low, null_high; resampled labels are named so.
         labels: stage, estimator, spearman of the scores by sampled and by resampled labels.
         drift: from, to, estimator, spearman between the scores of consecutive stages.
@@ -109,6 +111,7 @@ def study_scores(job: JobConfig, session: EngineSession, runs: Path, show: Style
         for estimator in ESTIMATORS:
             value = rank_agreement(now[estimator].values, made[estimator, "per_route", "resampled"].values)
             tables["labels"].append({"stage": stage.name, "estimator": estimator, "spearman": value})
+        logger.info("scores: %s", stage.name)
         scores[stage.name] = now["gate"]
         every.append((stage.name, now))
     for (before, old), (after, new) in pairwise(every):

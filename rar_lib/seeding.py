@@ -11,6 +11,6 @@ import json
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 31-bit seed from integers and strings: BLAKE2b over their JSON form."""
+    """A 31-bit seed from integers and strings, in this order: BLAKE2b over their JSON form."""
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 33

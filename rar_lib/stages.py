@@ -44,6 +44,10 @@ class Stage:
         name: `step N`.
         number: of its first batch of prompts.
         run: name of the run folder.
+        job: the job without replay.
+        trainer: at the weights and moments of that moment, until the next stage is asked for.
+        rollout: at the same weights.
+        prompts: of the job.
     """
 
     name: str
@@ -70,7 +74,7 @@ class Stage:
         return sample, batch, objectives
 
     def noise_floor(self, sample: RolloutResult, batch: TokenBatch) -> float:
-        """The larger k3 of the two engines against themselves; what cannot be measured is left out (job.noise_floor_row)."""
+        """The larger k3 (nats a token) of the two engines against themselves; what cannot be measured is left out (job.noise_floor_row)."""
         temperature, mu = self.job.rollout.sampling.temperature, rollout_logprobs(batch, sample)
         native = self.trainer.logprobs(batch, temperature=temperature)
         row = noise_floor_row(self.job, self.rollout, self.trainer, batch, mu, native)

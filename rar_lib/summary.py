@@ -38,7 +38,14 @@ def settings(config: JobConfig) -> dict[str, Any]:
 
 
 def summarise(config: JobConfig, run: str, table: pd.DataFrame, facts: Row) -> dict[str, Any]:
-    """One flat record; what was not measured is None."""
+    """One flat record; what was not measured is None. k3, target_shift and noise floors are nats a token, seconds_per_step is by part.
+
+    Args:
+        config: of the run.
+        run: name of its folder.
+        table: a row a step, as metrics.parquet has them.
+        facts: what the steps do not hold: evaluations, negative control, divergence.
+    """
 
     def values(column: str) -> pd.Series:
         return table[column].dropna() if column in table else pd.Series(dtype=float)

@@ -100,7 +100,11 @@ class Task:
         return rows
 
     def problem(self, index: int, split: Split = "train") -> Problem:
-        """Problem `index` of a split, the same in every process. A prompt file is read in turn, again and again."""
+        """Problem `index` of a split, the same in every process. A prompt file is read in turn, again and again.
+
+        Raises:
+            ConfigError: for a task whose items carry no short expression.
+        """
         if not self._datasets:
             rows = self._rows.get(split, self._rows["train"])
             row = rows[index % len(rows)]

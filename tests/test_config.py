@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rar_lib.config import FLAT_NAMES, JobConfig
+from rar_lib.config import JobConfig
+from rar_lib.config_keys import FLAT_NAMES
 from rar_lib.errors import ConfigError
 
 
@@ -94,7 +95,7 @@ def test_every_flat_name_reaches_a_field() -> None:
     }
     values |= {"trainer_dtype": "bfloat16", "routes": "uniform", "unit": "slot", "score": "swap"}
     values |= {"objective": "gspo", "anchor": "rollout", "corrections": "opsm", "gates": "recorded"}
-    values |= {"freeze_router": True, "zero_mismatch": True}
+    values |= {"freeze_router": True, "zero_mismatch": True, "kernels": "fused"}
     values |= {
         "trainer_engine": "megatron",
         "rollout_engine": "vllm_server",
@@ -136,3 +137,10 @@ def test_faults_inside_a_list_are_named() -> None:
     hf = {"rollout": {"engine": "hf"}, "trainer": {"engine": "hf"}}
     with pytest.raises(ConfigError, match="expected unit token_layer, found slot"):
         JobConfig.build({**hf, "router_replay": {"gates": "recorded", "unit": "slot"}})
+
+
+def test_kernels_are_those_of_the_hf_engines() -> None:
+    both = JobConfig.from_flat(engine="hf", kernels="fused")
+    assert (both.rollout.kernels, both.trainer.kernels) == ("fused", "fused")
+    with pytest.raises(ConfigError, match=r"kernels 'fused' .* engine is 'vllm'.*\n.*engine is 'megatron'"):
+        JobConfig.from_flat(engine="real", kernels="fused")

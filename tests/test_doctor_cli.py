@@ -216,6 +216,14 @@ def test_a_pipe_that_closes_early() -> None:
     assert done.stderr == ""
 
 
+def test_the_module_of_the_commands_is_the_command() -> None:
+    for module in ("rar_lib", "rar_lib.cli"):
+        command = [sys.executable, "-m", module, "aliases", "--framework", "nobody"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2, module
+        assert done.stderr.startswith("rar: framework: expected one of")
+
+
 def test_experts_per_token_in_a_list() -> None:
     assert ModelShape.from_config({**CONFIG, "num_experts_per_tok": [4] * 5}).top_k == 4
     with pytest.raises(TraceError, match="num_experts_per_tok: expected one integer for all layers, found"):

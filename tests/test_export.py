@@ -107,7 +107,7 @@ def test_what_cannot_be_exported_is_refused(run: RunResult, tmp_path: Path) -> N
     store = RunStore(tmp_path, JobConfig(), {"checkpoint": "c", "task": "t"})
     with store.held():
         pass
-    with pytest.raises(RunError, match="no step yet"):
+    with pytest.raises(RunError, match="expected at least one finished step, found none"):
         export([store.path], "tensorboard", tmp_path)
     (store.path / "config.json").write_text("{")
     with pytest.raises(RunError, match="broken"):

@@ -12,7 +12,7 @@ import pytest
 import rar_lib.frontier as module
 from rar_lib.config import JobConfig
 from rar_lib.engines.session import EngineSession
-from rar_lib.errors import ReplayError
+from rar_lib.errors import ConfigError, ReplayError
 from rar_lib.frontier import Frontier, FrontierConfig, answer_table, contrast_table, run_frontier
 from rar_lib.score_study import score_table, study_scores
 from rar_lib.stages import stages
@@ -104,6 +104,10 @@ def test_contrasts_are_differences_of_the_table(frontier: Frontier) -> None:
     assert verdicts.loc["random_route", "verdict"] in ("neither", "too weak")  # never above itself
     with pytest.raises(ValueError, match=r"expected random_route at budget 0\.25"):
         frontier.contrasts("token_layer", "old", "0.25", ())
+    with pytest.raises(
+        ConfigError, match=r"verdicts: expected random_route at budget 0\.25 among the arms, found \['bias"
+    ):
+        frontier.verdicts("token_layer", "0.25")
     assert 0 <= frontier.without_gain() <= 1
     assert 0 <= frontier.facts["noise_floor"] < 1e-6
     assert set(verdicts.index) == {"random_route", "margin", "disagree", "fisher", "swap"}

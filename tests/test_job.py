@@ -28,31 +28,13 @@ from rar_lib.replay.plan_file import find_trace, load_plan
 from rar_lib.runs.result import RunResult
 from rar_lib.runs.store import RunStore
 from rar_lib.traces.trace import RouteTrace
-from tests.conftest import hf_config
-
-SMALL = (
-    "steps=4",
-    "algorithm.prompts_per_step=16",
-    "algorithm.group_size=4",
-    "evaluation.prompts=16",
-    "trainer.micro_batch_size=16",
-)
-
-
-def small(arm: str, *overrides: str) -> JobConfig:
-    mode = ["router_replay.enabled=false"] if arm == "none" else [f"router_replay.mode={arm}"]
-    return hf_config(*SMALL, *mode, *overrides)
+from tests.jobs import SMALL, interrupt, numbers, small
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunResult]:
     folder = tmp_path_factory.mktemp("runs")
     return {arm: run_job(small(arm), runs_dir=folder, show="none") for arm in ("none", "R2", "R3")}
-
-
-def numbers(table: pd.DataFrame) -> pd.DataFrame:
-    """Everything but the clock."""
-    return table[[c for c in table if not str(c).startswith("time/")]]
 
 
 def test_a_run_folder_holds_what_it_says(runs: dict[str, RunResult]) -> None:
@@ -138,25 +120,11 @@ def test_a_complete_run_is_loaded_and_not_repeated(runs: dict[str, RunResult], m
 
 
 @pytest.mark.parametrize("arm", ["R2", "R3"])
-def test_an_interrupted_run_ends_like_an_uninterrupted_one(
-    arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(arm: str, tmp_path: Path) -> None:
     config = small(arm, "checkpoint_every=2")
     whole = run_job(config, runs_dir=tmp_path / "whole", show="none")
-    count = 0
-    update = HFTrainer.update
-
-    def dies(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == 13:  # the first update of the fourth step
-            raise KeyboardInterrupt
-        return update(self, *args, **kwargs)
-
-    monkeypatch.setattr(HFTrainer, "update", dies)
-    with pytest.raises(KeyboardInterrupt):
-        run_job(config, runs_dir=tmp_path / "cut", show="none")
-    monkeypatch.undo()
+    fourth_step = 13  # its first update
+    interrupt(config, tmp_path / "cut", HFTrainer, "update", lambda call, *_: call == fourth_step)
     (folder,) = (tmp_path / "cut").iterdir()
     assert not (folder / "summary.json").exists()
     assert len(pd.read_parquet(folder / "metrics.parquet")) == 3
@@ -445,25 +413,11 @@ POLICY_RUNS = [
 
 
 @pytest.mark.parametrize("config", POLICY_RUNS, ids=lambda c: c.router_replay.policy)
-def test_a_run_trains_and_resumes_under_any_policy(
-    config: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_trains_and_resumes_under_any_policy(config: JobConfig, tmp_path: Path) -> None:
     """What a planner keeps from batch to batch (moving averages, P(flip)) survives an interruption to the last bit."""
     config = JobConfig.build(config.resolved(), ["steps=3", "checkpoint_every=1"])
     whole = run_job(config, runs_dir=tmp_path / "whole", show="none")
-    calls, push = 0, HFRollout.load_weights
-
-    def dies(self: Any, weights: Any, version: int) -> None:
-        nonlocal calls
-        calls += 1
-        if version == 2:
-            raise KeyboardInterrupt
-        push(self, weights, version)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(HFRollout, "load_weights", dies)
-        with pytest.raises(KeyboardInterrupt):
-            run_job(config, runs_dir=tmp_path / "cut", show="none")
+    interrupt(config, tmp_path / "cut", HFRollout, "load_weights", lambda call, weights, version: version == 2)
     resumed = run_job(config, runs_dir=tmp_path / "cut", show="none")
     pd.testing.assert_frame_equal(numbers(resumed.metrics), numbers(whole.metrics), check_exact=True)
     assert resumed.replay == whole.replay

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,7 +22,7 @@ from rar_lib.prompts import Prompts
 from rar_lib.runs.result import RunResult, label_of
 from rar_lib.tasks import Task
 from rar_lib.traces.trace import RouteTrace
-from tests.test_job import numbers, small
+from tests.jobs import interrupt, numbers, small
 
 REMEDIES = {
     "gspo": ("none", "algorithm.objective=gspo", "algorithm.clip_low=0.2", "algorithm.clip_high=0.2"),
@@ -42,23 +41,11 @@ REMEDIES = {
 
 
 @pytest.mark.parametrize("name", list(REMEDIES))
-def test_every_remedy_trains_and_resumes_bit_for_bit(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_remedy_trains_and_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     arm, *settings = REMEDIES[name]
     config = small(arm, *settings, "steps=3", "checkpoint_every=1", "evaluation.every=1")
     whole = run_job(config, runs_dir=tmp_path / "whole", show="none")
-    push = HFRollout.load_weights
-
-    def dies(self: Any, weights: Any, version: int) -> None:
-        if version == 2:
-            raise KeyboardInterrupt
-        push(self, weights, version)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(HFRollout, "load_weights", dies)
-        with pytest.raises(KeyboardInterrupt):
-            run_job(config, runs_dir=tmp_path / "cut", show="none")
+    interrupt(config, tmp_path / "cut", HFRollout, "load_weights", lambda call, weights, version: version == 2)
     resumed = run_job(config, runs_dir=tmp_path / "cut", show="none")
     pd.testing.assert_frame_equal(numbers(resumed.metrics), numbers(whole.metrics), check_exact=True)
     times = {"seconds_per_step"}

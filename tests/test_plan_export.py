@@ -196,7 +196,8 @@ def test_bias_is_resolved_or_refused(case: Case) -> None:
 
 def test_without_log_probs_nobody_says_where_the_prompt_ends(tmp_path: Path) -> None:
     case = make_case(tmp_path)
-    own = case.record.with_source("old").save(tmp_path / "old.safetensors")  # a trainer scores prompts too
+    header = case.record.header.model_copy(update={"source": "old"})  # a trainer scores prompts too
+    own = replace(case.record, header=header).save(tmp_path / "old.safetensors")
     plan = save_plan(full_plan(RouteTrace.load(own)), tmp_path / "old-plan.safetensors")
     assert (
         "prompts" not in torch.load(export_plan(plan, "verl", tmp_path / "out").path, weights_only=True)["tensordict"]

@@ -17,13 +17,15 @@ import torch
 
 from rar_lib.checkpoint import SpecialTokens
 from rar_lib.config import JobConfig
-from rar_lib.engines import vllm_rollout
+from rar_lib.engines import launcher, vllm_rollout
 from rar_lib.engines.base import LogprobResult, Replay, TokenBatch
 from rar_lib.engines.hf_rollout import pack_rollout
 from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.session import EngineSession
 from rar_lib.errors import ConfigError, EngineError, ReplayError, RunError, TraceError
 from rar_lib.job import _require_sync, run_job
+from rar_lib.runs.compare import step_table
+from rar_lib.runs.result import RunResult
 from rar_lib.traces.trace import RouteTrace, Status
 from tests.conftest import Sampled, hf_config
 
@@ -334,3 +336,29 @@ def test_a_gradient_that_is_not_finite(checkpoint: Path, sampled: Sampled) -> No
         with pytest.raises(EngineError, match="gradient norm is"):
             fresh.update(sampled.batch, lambda logp, rows, scores=None: (logp * torch.inf, {}), temperature=1.0)
         assert all(torch.equal(before[name], weight) for name, weight in fresh.weights())
+
+
+# ------------------------------------------------------------------ what is not there
+
+
+def test_a_trace_without_log_probs_is_no_batch(sampled: Sampled) -> None:
+    with pytest.raises(TraceError, match=r"a trace with token ids and log-probs, found no log-probs$"):
+        TokenBatch.of_trace(replace(sampled.result.trace, logprobs=None))
+
+
+def test_a_quantity_that_no_run_measured_has_no_table(tmp_path: Path) -> None:
+    run = RunResult(tmp_path, {}, pd.DataFrame({"step": [0]}), pd.DataFrame(), [], {})
+    with pytest.raises(
+        ConfigError, match=r"expected one of reward/mean among the metrics of 1 runs, found none of them"
+    ):
+        step_table([run], {"reward/mean": "reward"})
+
+
+def test_several_machines_need_the_address_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAR_NODES", "2")
+    monkeypatch.delenv("RAR_ENDPOINT", raising=False)
+    assert launcher.main(tmp_path / "ranks", 4) == 2
+    assert "RAR_NODES=2: expected RAR_ENDPOINT=host:port of the first machine, found none" in capsys.readouterr().err
+    assert not (tmp_path / "ranks").exists()

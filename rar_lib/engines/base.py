@@ -59,14 +59,23 @@ class TokenBatch:
         pad_id: int,
         shares: int = 1,
     ) -> TokenBatch:
-        """Join each prompt with its response."""
+        """Join each prompt with its response.
+
+        Args:
+            prompts, responses: token ids, one of each a sequence.
+            uids: one name a sequence.
+            groups: index of the prompt that each sequence answers.
+            pad_id: fills each row up to the longest, T.
+            shares: see the class.
+        """
         rows = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
-        tokens = torch.full((len(rows), max(map(len, rows))), pad_id, dtype=torch.int64)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row)] = torch.tensor(row)
+        lengths = torch.tensor([len(row) for row in rows])
+        tokens = torch.full((len(rows), int(lengths.max())), pad_id, dtype=torch.int64)
+        inside = torch.arange(tokens.shape[1])[None, :] < lengths[:, None]
+        tokens[inside] = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         return cls(
             tokens,
-            torch.tensor([len(r) for r in rows]),
+            lengths,
             torch.tensor([len(p) for p in prompts]),
             tuple(uids),
             torch.tensor(list(groups)),
@@ -77,11 +86,18 @@ class TokenBatch:
     def of_trace(cls, trace: RouteTrace) -> TokenBatch:
         """The sequences of a trace; its log-probs say where each answer begins, at the first token that has one.
 
+        Every sequence is a group of its own; the padding is token 0.
+
         Raises:
             TraceError: if the trace carries no token ids or log-probs.
         """
         if trace.token_ids is None or trace.logprobs is None:
-            raise TraceError("token batch: expected a trace with token ids and log-probs")
+            lacks = " and no ".join(
+                name
+                for name, values in (("token ids", trace.token_ids), ("log-probs", trace.logprobs))
+                if values is None
+            )
+            raise TraceError(f"token batch: expected a trace with token ids and log-probs, found no {lacks}")
         prompts, answers = [], []
         for a, b in zip(trace.offsets[:-1], trace.offsets[1:], strict=True):
             scored = np.flatnonzero(np.isfinite(trace.logprobs[a:b]))
@@ -105,11 +121,11 @@ class TokenBatch:
         return torch.arange(self.tokens.shape[1])[None, :] < self.lengths[:, None]
 
     def update_shares(self) -> tuple[torch.Tensor, ...]:
-        """The rows of each update."""
+        """Rows `[n]` int64 of each update, in order."""
         return torch.arange(len(self)).chunk(self.shares)
 
     def micro_batches(self, size: int, rank: int = 0, ranks: int = 1, multiple: int = 0) -> list[torch.Tensor]:
-        """Rows of each micro-batch of at most `size` sequences; none crosses a share.
+        """Rows `[n]` int64 of each micro-batch of at most `size` sequences; none crosses a share.
 
         Args:
             size: sequences of a micro-batch.
@@ -138,7 +154,7 @@ class TokenBatch:
         return self.response_mask[rows] & (rows >= 0)[:, None]
 
     def select(self, rows: torch.Tensor) -> TokenBatch:
-        """Some of the sequences, still padded to T."""
+        """The sequences of `rows` `[n]` int64, still padded to T, as one share."""
         return TokenBatch(
             self.tokens[rows],
             self.lengths[rows],
@@ -154,7 +170,13 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Replay:
-    """Routes to force in a pass: the record, which of it is planned, and whether its gate weights are forced too."""
+    """Routes to force in a pass.
+
+    Attributes:
+        trace: the record.
+        plan: which of its routes are forced.
+        gates: `recorded` forces the gate weights of planned routes too, by the scores of the record; `live` leaves them.
+    """
 
     trace: RouteTrace
     plan: ReplayPlan
@@ -166,13 +188,13 @@ class Replay:
         return cls(trace, full_plan(trace))
 
     def select(self, sequences: torch.Tensor) -> Replay:
-        """The replay of some of the sequences."""
+        """The replay of some of the sequences, `[n]` int64."""
         return Replay(*self.plan.select(self.trace, sequences.tolist()), self.gates)
 
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """What a rollout engine returns for N prompts.
+    """What a rollout engine returns for S prompts.
 
     Attributes:
         responses: token ids of each response, end token included if it was drawn.
@@ -198,10 +220,24 @@ class Rollout(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, uids: Sequence[str], seed: int
     ) -> RolloutResult:
-        """Sample one response a prompt. The same weights, prompts, uids and seed give the same tokens."""
+        """Sample one response a prompt. The same weights, prompts, uids and seed give the same tokens.
+
+        Args:
+            prompts: token ids.
+            sampling: temperature and longest response, in tokens.
+            uids: name of each sequence, for messages, and for draws that do not depend on the batch where the engine can key them.
+            seed: of the draws.
+
+        Raises:
+            EngineError: for a prompt that with `max_new_tokens` may outgrow the model.
+        """
 
     def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
-        """Log-probs `[S, T]` float32 of given tokens under the engine's present weights (0 outside the responses)."""
+        """Log-probs `[S, T]` float32 in nats of given tokens under the engine's present weights (0 outside the responses).
+
+        Raises:
+            EngineError: at a temperature at which the engine cannot score given tokens.
+        """
 
     def check_sync(self, weights: NamedTensors) -> None:
         """Prove that pushed weights arrive: `weights`, a trainer's at the checkpoint, must leave the engine as loaded.
@@ -213,7 +249,12 @@ class Rollout(Protocol):
         """
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """Replace the weights. `weights` holds Hugging Face names, one tensor an expert."""
+        """Replace the weights.
+
+        Args:
+            weights: in Hugging Face names, one tensor an expert.
+            version: what the engine calls them from here on; 0 are the checkpoint's.
+        """
 
 
 @dataclass(frozen=True)
@@ -256,7 +297,7 @@ class UpdateResult:
     """An optimizer step.
 
     Attributes:
-        loss: token mean.
+        loss: mean over the response tokens of the update.
         grad_norm: global L2 norm before clipping.
         logprobs: `[S, T]` float32, the log-probs of the forward that gave the gradient (`new`, before the step).
         statistics: sums over tokens that the objective reported.
@@ -296,6 +337,10 @@ class Trainer(Protocol):
             micro_batch_size: instead of the trainer's own.
             signals: back-propagate the log-likelihood of each sequence to the routers too; needs `capture`.
             measure: count fidelity and regret of the replay.
+
+        Raises:
+            EngineError: for signals without capture, or that this layout of processes cannot give.
+            ReplayError: for a replay of another number of sequences, or one that does not fit the routers.
         """
 
     def update(
@@ -323,10 +368,14 @@ class Trainer(Protocol):
         """
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Present weights in Hugging Face names, one tensor an expert, detached."""
+        """Present weights of any shape in Hugging Face names, one tensor an expert, detached."""
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state so that `load` continues exactly."""
 
     def load(self, folder: Path) -> None:
-        """Continue from a folder written by `save`."""
+        """Continue from a folder written by `save`.
+
+        Raises:
+            EngineError: if it is not whole, or another engine's.
+        """

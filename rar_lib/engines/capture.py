@@ -26,8 +26,8 @@ class Part:
 
     Attributes:
         rows: `[n]` int64, sequences of the batch; -1 is a filler.
-        start: first of T' token positions.
-        columns: positions on the layer axis of the whole model, L' of them.
+        start: first of its t token positions.
+        columns: where its l layers lie on the layer axis of the whole model.
     """
 
     rows: torch.Tensor
@@ -35,7 +35,7 @@ class Part:
     columns: list[int]
 
     def put(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
-        """Write `mine [n, T', L', ...]` to its place in `whole [S, T, L, ...]`; fillers and what lies beyond T are left out."""
+        """Write `mine [n, t, l, ...]` to its place in `whole [S, T, L, ...]`; fillers and what lies beyond T are left out."""
         real = self.rows >= 0
         width = max(0, min(mine.shape[1], whole.shape[1] - self.start))
         time = torch.arange(self.start, self.start + width)
@@ -48,8 +48,8 @@ class RoutePart(Part):
     """Routes of one micro-batch on one process.
 
     Attributes:
-        ids: `[n, T', L', K]` int64.
-        beside: margins `[n, T', L']` and scores `[n, T', L', E]`, as they were asked for.
+        ids: `[n, t, l, K]` int64; t and l as in Part.
+        beside: margins `[n, t, l]` and scores `[n, t, l, E]`, as they were asked for.
     """
 
     ids: torch.Tensor
@@ -64,12 +64,12 @@ class RouteCollector:
         self.parts: list[RoutePart] = []
 
     def scores(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """What the routers ranked in the last forward, which held these rows: `[n, T, L, E]`; it is forgotten."""
+        """What the routers ranked in the last forward, which held these rows `[n]`: `[n, T, L, E]`, T = `width`; it is forgotten."""
         self.record.take(len(rows))
         return self.record.last["scores"][:, :width]
 
     def take(self, rows: torch.Tensor) -> None:
-        """The forwards since the last take held these rows of the batch."""
+        """The forwards since the last take held these rows `[n]` int64 of the batch, -1 for a filler."""
         ids = self.record.take(len(rows)).cpu()
         beside = {name: values.cpu() for name, values in self.record.last.items()}
         which, _ = self.record.part
@@ -126,7 +126,18 @@ class RouteCollector:
 def open_routes(
     model: Any, batch: TokenBatch, replay: Replay | None, capture: Capture, measure: bool = False
 ) -> Iterator[tuple[Replaying | None, RouteCollector | None]]:
-    """Open replaying, and inside it recording of what is executed, as asked for."""
+    """Open replaying, and inside it recording of what is executed, as asked for.
+
+    Args:
+        model: whose routers are forced and recorded; of a pipeline one chunk of layers.
+        batch: the tokens of the pass.
+        replay: routes to force; None forces nothing.
+        capture: what to record; False records nothing.
+        measure: count fidelity and regret, and gradients where there is a backward.
+
+    Raises:
+        ReplayError: if the trace to replay has another number of sequences than the batch, or does not fit the model.
+    """
     if replay is not None and replay.trace.num_sequences != len(batch):
         raise ReplayError(f"the batch has {len(batch)} sequences, the trace to replay {replay.trace.num_sequences}")
     with contextlib.ExitStack() as stack:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rar_lib.engines.taps import ExpertWeights, Seen
+from rar_lib.engines.taps import ExpertWeights, LayerSeen
 from rar_lib.errors import EngineError
 
 
@@ -27,7 +27,7 @@ class HFBlock:
     def __init__(self, experts: Any) -> None:
         self.experts = experts
 
-    def listen(self, seen: Seen) -> Callable[[], None]:
+    def listen(self, seen: LayerSeen) -> Callable[[], None]:
         """See `Block.listen`."""
 
         def after(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -36,7 +36,11 @@ class HFBlock:
         return self.experts.register_forward_hook(after).remove
 
     def expert(self, index: int) -> ExpertWeights:
-        """See `Block.expert`."""
+        """See `Block.expert`.
+
+        Raises:
+            EngineError: for a class of experts whose layout is not known; names it.
+        """
         module = self.experts
         if not all(hasattr(module, name) for name in ("gate_up_proj", "down_proj", "_apply_gate")):
             raise EngineError(

@@ -61,7 +61,7 @@ class HFRollout:
         self.shares, self.weight_version = shares, -1
 
     def check_sync(self, weights: NamedTensors) -> None:
-        """See `Rollout.check_sync`."""
+        """See `Rollout.check_sync`; raises EngineError as it says."""
         loaded = {name: tensor.clone() for name, tensor in hf_names(self.model)}
         load_hf_weights(self.model, weights)
         moved = [name for name, tensor in hf_names(self.model) if not torch.equal(tensor, loaded[name])]
@@ -91,16 +91,16 @@ class HFRollout:
         how = {"scores": True} if self._scores else {"at_the_experts": True}
         with torch.no_grad(), self._noise(seed), recording(self.model, **how) as record:
             for chosen in by_length.values():
-                tokens, logp, ids = self._sample(
+                tokens, logp, used, seen = self._sample(
                     torch.tensor([list(prompts[i]) for i in chosen]), sampling, [uids[i] for i in chosen], seed, record
                 )
-                for row, i in enumerate(chosen):
-                    drawn = tokens[row].tolist()
-                    length = next((i + 1 for i, t in enumerate(drawn) if t in self.special.end), len(drawn))
-                    responses[i], scores[i] = tuple(drawn[:length]), tuple(logp[row, :length].tolist())
-                    routes[i] = ids[row, : len(prompts[i]) + length - 1].numpy()
+                ids = used.numpy()
+                for row, (i, drawn, said) in enumerate(zip(chosen, tokens.tolist(), logp.tolist(), strict=True)):
+                    length = next((n + 1 for n, t in enumerate(drawn) if t in self.special.end), len(drawn))
+                    responses[i], scores[i] = tuple(drawn[:length]), tuple(said[:length])
+                    routes[i] = ids[row, : len(prompts[i]) + length - 1]
                     if ranked is not None:
-                        ranked[i] = record.last["scores"][row, : len(prompts[i]) + length - 1].float().numpy()
+                        ranked[i] = seen["scores"][row, : len(prompts[i]) + length - 1].float().numpy()
             header = record.header
         trace = pack_rollout(
             header.model_copy(
@@ -125,19 +125,26 @@ class HFRollout:
 
     def _sample(
         self, prompts: torch.Tensor, sampling: SamplingConfig, uids: Sequence[str], seed: int, record: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens and log-probs `[n, max_new]`, routes `[n, P + max_new - 1, L, K]` for prompts of one length."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """For prompts of one length: tokens and log-probs `[n, max_new]`, routes `[n, P + max_new - 1, L, K]`, what was kept beside these."""
         uniform = np.stack(
             [np.random.default_rng(derive_seed(seed, uid)).random(sampling.max_new_tokens) for uid in uids]
         )
         draws = torch.from_numpy(uniform)
-        cache, step = None, prompts
+        cache, step, took = None, prompts, _Took(record)
+        same: torch.Tensor | None = None
+        if self.config.kernels == "fused" and self.config.router_noise == 0:
+            step, same = torch.unique(prompts, dim=0, return_inverse=True)  # a prompt of many samples is read once
         tokens, logps = [], []
         done, end = torch.zeros(len(prompts), dtype=torch.bool), torch.tensor(self.special.end)
         for position in range(sampling.max_new_tokens):
             out = self.model(input_ids=step, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            logp = torch.log_softmax(out.logits[:, -1].float() / sampling.temperature, -1)
+            cache, logits = out.past_key_values, out.logits[:, -1]
+            if position == 0 and same is not None:
+                took.take(len(step), same)
+                cache.batch_select_indices(same)
+                logits = logits[same]
+            logp = torch.log_softmax(logits.float() / sampling.temperature, -1)
             cdf = logp.double().exp().cumsum(-1)
             drawn = torch.searchsorted(cdf, draws[:, position, None] * cdf[:, -1:], right=True)
             drawn = drawn.clamp_max(logp.shape[-1] - 1)  # u * total may round up to the total itself
@@ -147,7 +154,9 @@ class HFRollout:
             step = drawn
             if done.all():
                 break
-        return torch.stack(tokens, 1), torch.stack(logps, 1), record.take(len(prompts)).cpu()
+        if same is None or len(tokens) > 1:
+            took.take(len(prompts))
+        return torch.stack(tokens, 1), torch.stack(logps, 1), *took.joined()
 
     @contextlib.contextmanager
     def _noise(self, seed: int) -> Iterator[None]:
@@ -190,7 +199,7 @@ class HFRollout:
         return RolloutResult(result.responses, scores, trace, result.weight_version, result.seconds)
 
     def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
-        """See `Rollout.rescore`: one forward over whole sequences, where decoding went token by token.
+        """See `Rollout.rescore`: `[S, T]` from one forward over whole sequences, where decoding went token by token.
 
         Router noise is part of the engine, so it is drawn here too, under another key than while sampling.
         """
@@ -199,8 +208,27 @@ class HFRollout:
         return response_logprobs(logits.float(), batch.tokens, batch.response_mask, sampling.temperature)
 
 
+class _Took:
+    """What a recording saw of the same rows, piece after piece along the time axis."""
+
+    def __init__(self, record: Any) -> None:
+        self._record = record
+        self._ids: list[torch.Tensor] = []
+        self._beside: list[dict[str, torch.Tensor]] = []
+
+    def take(self, rows: int, order: torch.Tensor | slice = slice(None)) -> None:
+        """The forwards since the last call held so many rows; `order [n]` says which of them each row of the batch is."""
+        self._ids.append(self._record.take(rows)[order])
+        self._beside.append({name: values[order] for name, values in self._record.last.items()})
+
+    def joined(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Ids `[n, T, L, K]` on the CPU, and what was kept beside them, `[n, T, L, ...]`."""
+        beside = {name: torch.cat([one[name] for one in self._beside], 1).cpu() for name in self._beside[0]}
+        return torch.cat(self._ids, 1).cpu(), beside
+
+
 def require_length(uid: str, prompt: int, new: int, longest: int) -> None:
-    """Refuse a prompt that may outgrow the model.
+    """Refuse a prompt that may outgrow the model; lengths in tokens.
 
     Raises:
         EngineError: names the prompt and the three lengths in tokens.
@@ -218,8 +246,15 @@ def pack_rollout(
     version: int,
     scores: Sequence[np.ndarray] | None = None,
 ) -> RouteTrace:
-    """A rollout trace from `[P + R - 1, L, K]` routes a sequence, and `[P + R - 1, L, E]` scores if there are any: the last token of
-    each has none.
+    """A rollout trace from the routes of each sequence, whose last token has none.
+
+    Args:
+        header: of the trace.
+        prompts, responses: token ids, P and R of them a sequence.
+        logprobs: of the response tokens, in nats.
+        routes: `[P + R - 1, L, K]` integers a sequence.
+        version: of the weights.
+        scores: `[P + R - 1, L, E]` float32 a sequence, if they are kept.
 
     Raises:
         EngineError: if a sequence has another number of rows; names it, its tokens T and the rows found.
@@ -233,14 +268,14 @@ def pack_rollout(
             )
     lengths = np.array([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)])
     blank = np.full((1, header.num_layers, header.top_k), -1, dtype=np.int64)
-    experts = np.concatenate([part for rows in routes for part in (rows.astype(np.int64), blank)])
+    experts = np.concatenate([part for rows in routes for part in (rows, blank)])
     last = np.cumsum(lengths) - 1
     status = np.full(int(lengths.sum()), Status.RECORDED, dtype=np.uint8)
     status[last] = Status.LAST
-    tokens = np.concatenate([np.array([*p, *r]) for p, r in zip(prompts, responses, strict=True)]).astype(np.int64)
-    logp = np.concatenate(
-        [np.concatenate([np.full(len(p), np.nan), r]) for p, r in zip(prompts, logprobs, strict=True)]
-    ).astype(np.float32)
+    both = zip(prompts, responses, strict=True)
+    tokens = np.array([token for pair in both for part in pair for token in part], dtype=np.int64)
+    known = zip(prompts, logprobs, strict=True)
+    logp = np.array([one for p, said in known for part in ([np.nan] * len(p), said) for one in part], dtype=np.float32)
     ranked = None
     if scores is not None:
         end = np.zeros((1, header.num_layers, header.num_experts), np.float32)
@@ -279,7 +314,7 @@ class _Noise(TorchFunctionMode):
 
 @contextlib.contextmanager
 def noisy_linear(module: torch.nn.Module, scale: float) -> Iterator[_Noise]:
-    """Add noise of this standard deviation to every `F.linear` inside a module's forward."""
+    """Add Gaussian noise of standard deviation `scale` (of the logits' unit) to every `F.linear` inside a module's forward."""
     inner, noise = module.forward, _Noise(type(module).__name__, scale)
 
     def call(*args: Any, **kwargs: Any) -> Any:

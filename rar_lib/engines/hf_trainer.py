@@ -163,7 +163,7 @@ class HFTrainer:
         return UpdateResult(loss, norm, out, whole_batch.statistics, whole_batch.counts)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Trainer.weights`."""
+        """See `Trainer.weights`; of any shape, whole on every process."""
         yield from hf_names(self.model)
 
     def save(self, folder: Path) -> None:

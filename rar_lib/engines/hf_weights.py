@@ -20,6 +20,7 @@ from rar_lib.errors import EngineError
 from rar_lib.replay.points import find_points
 
 _PLACES: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
+_ORDER: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
 
 
 def _to_names(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -29,12 +30,13 @@ def _to_names(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def hf_names(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights under checkpoint names, one tensor an expert, detached; whole also where processes share them, which all must then ask."""
+    """Weights of any shape under checkpoint names, one tensor an expert, detached; whole also where processes share them, which all must
+    then ask."""
     yield from _to_names(model, {name: whole(tensor.detach()) for name, tensor in model.state_dict().items()}).items()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that processes share in slices (DTensor), put together on each; any other as it is."""
+    """A tensor of any shape that processes share in slices (DTensor), put together on each; any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -47,6 +49,18 @@ def _places(model: Any) -> dict[str, torch.Tensor]:
             offset += tensor.numel()
         _PLACES[model] = _to_names(model, state)
     return _PLACES[model]
+
+
+def _order(model: Any) -> torch.Tensor:
+    """For each element of the model's state laid end to end, where it lies among the named tensors laid end to end."""
+    if model not in _ORDER:
+        there = torch.cat([place.reshape(-1) for place in _places(model).values()])
+        total = sum(tensor.numel() for tensor in model.state_dict().values())
+        order = torch.full((total,), -1).scatter_(0, there, torch.arange(len(there)))
+        if bool((order < 0).any()):
+            raise EngineError("weights: the names of the checkpoint format do not cover the model's state")
+        _ORDER[model] = order
+    return _ORDER[model]
 
 
 def router_names(model: Any) -> set[str]:
@@ -63,7 +77,7 @@ def router_names(model: Any) -> set[str]:
 
 
 def load_hf_weights(model: Any, weights: NamedTensors) -> None:
-    """Put checkpoint-named weights into a Transformers model, in place and in the model's dtype.
+    """Put checkpoint-named weights into a Transformers model, in place, through float32 to the model's dtype.
 
     Raises:
         EngineError: if a weight of the model is missing, one is not the model's, or a shape differs; nothing is changed.
@@ -74,11 +88,10 @@ def load_hf_weights(model: Any, weights: NamedTensors) -> None:
         raise EngineError(
             f"weights: expected the model's {len(places)} names; missing {missing[:5]}, not the model's {extra[:5]}"
         )
-    flat = torch.empty(sum(t.numel() for t in state.values()))
     for name, place in places.items():
         if given[name].shape != place.shape:
             raise EngineError(f"weight {name}: expected shape {tuple(place.shape)}, found {tuple(given[name].shape)}")
-        flat[place.reshape(-1)] = given[name].reshape(-1).to(flat.dtype)
     with torch.no_grad():
+        flat = torch.cat([given[name].reshape(-1).float() for name in places])[_order(model)]
         for tensor, part in zip(state.values(), flat.split([t.numel() for t in state.values()]), strict=True):
             tensor.copy_(part.reshape(tensor.shape))

@@ -8,6 +8,7 @@ it when the thread that started it is gone (Linux), so start it from a thread th
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -25,8 +26,10 @@ import rar_lib
 from rar_lib.engines.vllm_serve import PARENT
 from rar_lib.errors import EngineError
 
+logger = logging.getLogger("rar")
 CONNECT_SECONDS = 10.0
 START_SECONDS = 600.0  # importing vLLM and loading a large model
+TELL_SECONDS = 30.0  # between two lines that say what a start waits for
 STOP_SECONDS = 20.0
 SETTLE_SECONDS = 5.0
 LAUNCHERS = (
@@ -114,6 +117,9 @@ class Server:
     Args:
         url: where it listens, without a path.
         own: its process, if this process started it.
+
+    Raises:
+        EngineError: if httpx is not installed.
     """
 
     def __init__(self, url: str, own: OwnServer | None = None) -> None:
@@ -177,7 +183,7 @@ class Server:
             EngineError: if its process ends first, or takes longer than START_SECONDS.
         """
         assert self.own is not None
-        before = time.monotonic()
+        before = told = time.monotonic()
         while True:
             code = self.own.process.poll()
             if code is not None:
@@ -189,6 +195,9 @@ class Server:
                 pass
             if time.monotonic() - before > START_SECONDS:
                 raise self.error("/health", f"an answer within {START_SECONDS:.0f} s", self.own.last_lines())
+            if time.monotonic() - told > TELL_SECONDS:
+                told = time.monotonic()
+                logger.info("%s: no answer after %.0f s; log: %s", self.url, told - before, self.own.log)
             time.sleep(0.1)
 
     def close(self) -> None:

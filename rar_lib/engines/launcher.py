@@ -31,7 +31,15 @@ def rendezvous() -> dict[str, Any]:
 
 
 def main(folder: Path, processes: int) -> int:
-    """Start this machine's share of the processes; exit status 0 if every rank ended by itself."""
+    """Start this machine's share of the processes.
+
+    Args:
+        folder: for the ranks' output and `failure.json`.
+        processes: of all machines together.
+
+    Returns:
+        Exit status: 0 if every rank ended by itself, 1 if one failed, 2 if the machines cannot be shared out like this.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -39,6 +47,9 @@ def main(folder: Path, processes: int) -> int:
     nodes = int(os.environ.get(NODES, "1"))
     if processes % nodes:
         print(f"{processes} processes do not divide by {nodes} machines ({NODES})", file=sys.stderr)
+        return 2
+    if nodes > 1 and ENDPOINT not in os.environ:
+        print(f"{NODES}={nodes}: expected {ENDPOINT}=host:port of the first machine, found none", file=sys.stderr)
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     os.environ[PARENT] = str(os.getpid())

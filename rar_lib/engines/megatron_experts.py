@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rar_lib.engines.taps import ExpertWeights, Seen
+from rar_lib.engines.taps import ExpertWeights, LayerSeen
 
 
 def _swiglu(pre: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ class MegatronBlock:
     def __init__(self, layer: Any) -> None:
         self.layer = layer
 
-    def listen(self, seen: Seen) -> Callable[[], None]:
+    def listen(self, seen: LayerSeen) -> Callable[[], None]:
         """See `Block.listen`."""
 
         def routed(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:

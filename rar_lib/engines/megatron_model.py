@@ -27,7 +27,7 @@ def transformer_config(hf: Any, trainer: TrainerConfig) -> Any:
     """Megatron's TransformerConfig for a Transformers config.
 
     Raises:
-        EngineError: see `require_layout`.
+        EngineError: if Megatron-Core is not installed; see also `require_layout`.
     """
     import_megatron()
     from megatron.core.distributed import finalize_model_grads
@@ -244,12 +244,12 @@ def build_chunks(path: Path, trainer: TrainerConfig) -> list[Any]:
 
 
 def build_model(path: Path) -> Any:
-    """The GPTModel of a checkpoint in one process. Call inside `without_cuda()`."""
+    """The GPTModel of a checkpoint in one process. Call inside `without_cuda()`. Raises as `build_chunks`."""
     return build_chunks(path, TrainerConfig())[0]
 
 
 class CheckpointTensors:
-    """Tensors of a checkpoint folder by name, read when they are asked for."""
+    """Tensors of a checkpoint folder (`*.safetensors`) by name, read when they are asked for."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
@@ -264,5 +264,5 @@ class CheckpointTensors:
         return set(self._files)
 
     def read(self, name: str) -> torch.Tensor | None:
-        """A tensor, or None if there is none of this name."""
+        """A whole tensor of any shape, or None if there is none of this name."""
         return self._files[name].get_tensor(name) if name in self._files else None

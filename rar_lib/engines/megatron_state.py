@@ -54,7 +54,11 @@ def _shards(trainer: Any, optimizer: _Optimizer, stepped: bool) -> Iterator[Shar
 
 
 def save_state(trainer: Any, folder: Path) -> None:
-    """Write this process's part of the state."""
+    """Write this process's part of a MegatronTrainer's state.
+
+    Raises:
+        EngineError: if parameters that learn took different numbers of steps.
+    """
     optimizer = _Optimizer(trainer)
     states = [optimizer.state(p) for p in _parameters(trainer) if p.requires_grad]
     step = require_one_step(float(state["step"]) if state else 0.0 for state in states)

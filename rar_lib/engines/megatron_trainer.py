@@ -333,7 +333,11 @@ class MegatronTrainer:
         measure: bool = False,
         routers: bool = False,
     ) -> UpdateResult:
-        """See `Trainer.update`."""
+        """See `Trainer.update`, and `gradients` for what it refuses.
+
+        Raises:
+            DivergedError: if the gradient is not finite; nothing was learned.
+        """
         result = self.gradients(
             batch, objective, temperature=temperature, replay=replay, measure=measure, routers=routers
         )
@@ -348,11 +352,11 @@ class MegatronTrainer:
     # ---------------------------------------------------------------- weights and state
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Trainer.weights`; nothing but on the first process."""
+        """See `Trainer.weights`; of any shape, nothing but on the first process."""
         yield from self.whole(torch.Tensor.detach)
 
     def whole(self, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Something of every parameter (itself, its gradient) as whole tensors in Hugging Face names, on the first process."""
+        """Something of every parameter (itself, its gradient; any shape) as whole tensors in Hugging Face names, on the first process."""
         mine = list(hf_shards(self.chunks, value))
         if self.ranks.size > 1:  # a view would travel with all of the buffer that it is cut from
             mine = [replace(shard, tensor=shard.tensor.clone()) for shard in mine]

@@ -122,7 +122,14 @@ def global_names(chunks: Iterable[Any], place: Place) -> Iterator[tuple[str, tor
 
 
 def join(tensors: Sequence[torch.Tensor], kind: str, config: Any, parts: int = 1) -> torch.Tensor:
-    """Hugging Face tensors, or slices of them, to one Megatron parameter; qkv is interleaved by KV group: [its query heads; k; v]."""
+    """Hugging Face tensors, or slices of them, to one Megatron parameter.
+
+    Args:
+        tensors: `[out, in]` each (`[H]` of a norm), in the order of `Mapped.names`.
+        kind: `plain`; `qkv`, rows interleaved by KV group (its query heads, k, v); `gate_up`, one above the other.
+        config: Megatron's TransformerConfig.
+        parts: slices that tensor parallelism cuts each into.
+    """
     if kind == "qkv":
         groups, width = config.num_query_groups // parts, tensors[0].shape[-1]
         return torch.cat([t.reshape(groups, -1, width) for t in tensors], 1).reshape(-1, width)
@@ -130,7 +137,7 @@ def join(tensors: Sequence[torch.Tensor], kind: str, config: Any, parts: int = 1
 
 
 def split(tensor: torch.Tensor, kind: str, config: Any, parts: int = 1) -> list[torch.Tensor]:
-    """The inverse of `join`."""
+    """The inverse of `join`: `[out, in]` tensors (`[H]` of a norm) of one parameter."""
     if kind == "qkv":
         groups, size, width = config.num_query_groups // parts, config.kv_channels, tensor.shape[-1]
         per_group = config.num_attention_heads // config.num_query_groups
@@ -148,7 +155,7 @@ def load_weights(
 
     Args:
         chunks: GPTModels.
-        read: a whole tensor by its name, or None.
+        read: a whole tensor of any shape by its name, or None.
         into: what to do with a parameter and its value, by default copy it in place; called without a graph.
 
     Returns:
@@ -186,7 +193,10 @@ def hf_shards(
 
     Args:
         chunks: GPTModels.
-        value: what to take of a parameter: itself, its gradient, its moments.
+        value: what to take of a parameter of any shape, in that shape: itself, its gradient, its moments.
+
+    Yields:
+        Slices as views where nothing is rearranged.
     """
     place = Place.here()
     for name, parameter in global_names(chunks, place):
@@ -199,7 +209,7 @@ def hf_shards(
 
 
 def put_together(shards: Iterable[Shard]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors from the slices of all processes, in the order in which they first come.
+    """Whole tensors of any shape by name from the slices of all processes, in the order in which they first come.
 
     Raises:
         EngineError: if a slice is missing.

@@ -28,7 +28,7 @@ def round_to_fp8(weight: torch.Tensor) -> torch.Tensor:
 
 
 def at_precision(weights: NamedTensors, precision: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named weights as the engine shall hold them: `native`, or `fp8_weights`.
+    """Named weights of any shape as the engine shall hold them, in the dtype that came in: `native`, or `fp8_weights`.
 
     Raises:
         EngineError: if no expert weight was among those that are rounded; a rounding that misses them is none.

@@ -24,31 +24,28 @@ from typing import Any
 
 import torch
 
-from rar_lib.config import AlgorithmConfig, TrainerConfig
 from rar_lib.engines.base import Trainer
+from rar_lib.engines.trainers import build_trainer
 from rar_lib.errors import EngineError
 
 FOLDER, KEY = "RAR_RANKS_FOLDER", "RAR_RANKS_KEY"
 PATIENCE = datetime.timedelta(days=30)  # between two calls the driver may sample for as long as it likes
 
 
-def build(path: Path, config: TrainerConfig, algorithm: AlgorithmConfig) -> Trainer:
-    """The trainer of this rank."""
-    if config.engine == "megatron":
-        from rar_lib.engines.megatron_trainer import MegatronTrainer
-
-        return MegatronTrainer(path, config, algorithm)
-    from rar_lib.engines.hf_trainer import HFTrainer
-
-    return HFTrainer(path, config, algorithm)
-
-
 def perform(
     trainer: Trainer | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Trainer | None, Any]:
-    """The trainer afterwards, and what the call returned."""
+    """The trainer afterwards, and what the call returned.
+
+    Args:
+        trainer: of this rank; None before the first `build`.
+        name, args, kwargs: `build`, or a method of Trainer, and what it is given.
+
+    Raises:
+        EngineError: for a method before any `build`; else what the call raises.
+    """
     if name == "build":
-        return build(*args, **kwargs), None
+        return build_trainer(*args, **kwargs), None
     if trainer is None:
         raise EngineError(f"{name}: no trainer was built")
     result = getattr(trainer, name)(*args, **kwargs)

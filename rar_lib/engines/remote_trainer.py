@@ -265,7 +265,7 @@ class RemoteTrainer:
         )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Trainer.weights`."""
+        """See `Trainer.weights`; of any shape."""
         yield from self._call("weights")
 
     def save(self, folder: Path) -> None:

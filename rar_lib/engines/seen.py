@@ -46,7 +46,7 @@ class Seen:
 
     Attributes:
         rows, logprobs: `[n]` and `[n, T]` float32 of each micro-batch.
-        loss: this process's part.
+        loss: this process's part of the sum.
         statistics: sums over tokens that the objective reported.
         counts: what replay forced.
         routes, signals: with their places in the batch.
@@ -61,7 +61,7 @@ class Seen:
     signals: list[SignalPart] = field(default_factory=list)
 
     def scored(self, rows: torch.Tensor, logp: torch.Tensor) -> None:
-        """Keep the log-probs of a micro-batch."""
+        """Keep the log-probs `[n, T]` of a micro-batch, which holds the rows `[n]` int64 of the batch."""
         self.rows.append(rows)
         self.logprobs.append(logp.detach().float().cpu())
 
@@ -73,7 +73,15 @@ class Seen:
         logp: torch.Tensor,
         scores: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The summed loss of a micro-batch, of which fillers (row -1) are no part."""
+        """The summed loss of a micro-batch, a scalar with gradient, of which fillers (row -1) are no part.
+
+        Args:
+            batch: the tokens of the update.
+            objective: loss of each token.
+            rows: `[n]` int64, of the batch.
+            logp: `[n, T]` in nats, with gradient.
+            scores: `[n, T, L, E]`, what the routers ranked, if the objective looks at it.
+        """
         self.scored(rows, logp)
         real = rows >= 0
         if not real.any():
@@ -86,7 +94,7 @@ class Seen:
         return terms[batch.scored(rows)].sum()
 
     def gather(self, ranks: Ranks, batch: TokenBatch) -> tuple[torch.Tensor, Seen]:
-        """Log-probs `[S, T]` and everything of all processes, at the first; at the others what is their own."""
+        """Log-probs `[S, T]` float32 and everything of all processes, at the first; at the others what is their own."""
         everyone = ranks.gather(self) or [self]
         out, whole = torch.zeros(batch.tokens.shape, dtype=torch.float32), Seen()
         for one in everyone:

@@ -11,14 +11,19 @@ import contextlib
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from rar_lib.engines.base import NamedTensors, TokenBatch
+from rar_lib.checkpoint import SpecialTokens
+from rar_lib.config import RolloutConfig, SamplingConfig
+from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
+from rar_lib.engines.hf_rollout import pack_rollout, require_length
 from rar_lib.engines.http import Server
+from rar_lib.engines.precision import at_precision
 from rar_lib.errors import EngineError
 from rar_lib.traces.trace import TraceHeader
 from rar_lib.traces.wire.dump import Sample
@@ -38,9 +43,69 @@ class Stamps:
         return f"rar-{self.client}-{self._pushes}-v{version}"
 
 
+class ServedRollout:
+    """What a rollout over a server does whatever the server is; see `Rollout` in base.py.
+
+    Args:
+        path: checkpoint folder.
+        config: dtype that the engine must have, and precision of the weights that are pushed.
+        special: tokens that end and pad a response.
+        server: where it listens.
+
+    Attributes:
+        header: of the traces that it returns.
+        max_length: tokens of prompt and response at most.
+    """
+
+    header: TraceHeader
+    max_length: int
+
+    def __init__(self, path: Path, config: RolloutConfig, special: SpecialTokens, server: Server) -> None:
+        self.config, self.special, self.server, self._path = config, special, server, path
+        self.weight_version, self._stamps = -1, Stamps()
+
+    def reconfigure(self, config: RolloutConfig) -> None:
+        """Another precision or sampling for the same engine; the dtype is fixed when it starts.
+
+        Raises:
+            EngineError: for another dtype.
+        """
+        if config.dtype != self.config.dtype:
+            raise EngineError(
+                f"rollout.dtype: {self.server.url} computes in {self.config.dtype}, asked for {config.dtype}"
+            )
+        self.config = config
+
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
+        """See `Rollout.load_weights`: rounds to the configured precision and pushes."""
+        self._push(at_precision(weights, self.config.precision), version)
+
+    def _push(self, weights: NamedTensors, version: int) -> None:
+        """Bring weights into the server, and remember their stamp."""
+        raise NotImplementedError
+
+    def _require_lengths(self, prompts: Sequence[Sequence[int]], uids: Sequence[str], sampling: SamplingConfig) -> None:
+        for uid, prompt in zip(uids, prompts, strict=True):
+            require_length(uid, len(prompt), sampling.max_new_tokens, self.max_length)
+
+    def _result(
+        self,
+        prompts: Sequence[Sequence[int]],
+        uids: Sequence[str],
+        sampling: SamplingConfig,
+        samples: Sequence[Sample],
+        started: float,
+    ) -> RolloutResult:
+        """What the answers say, checked by `unpack`; `started` is on the clock of time.perf_counter."""
+        responses, scores, routes = unpack(self.server, self.header, prompts, uids, samples)
+        header = self.header.model_copy(update={"sampling": sampling.model_dump()})
+        trace = pack_rollout(header, prompts, responses, scores, routes, self.weight_version)
+        return RolloutResult(tuple(responses), tuple(scores), trace, self.weight_version, time.perf_counter() - started)
+
+
 @contextlib.contextmanager
 def written(checkpoint: Path, weights: NamedTensors) -> Iterator[Path]:
-    """A folder like the checkpoint's but with these weights, for as long as a server needs to read it."""
+    """A folder like the checkpoint's but with these weights in one safetensors file, for as long as the context is open."""
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory(prefix="rar-push-") as name:
@@ -62,7 +127,14 @@ def unpack(
     uids: Sequence[str],
     samples: Sequence[Sample],
 ) -> tuple[list[tuple[int, ...]], list[tuple[float, ...]], list[np.ndarray]]:
-    """Responses, log-probs and routes `[P + O - 1, L, K]` of the MoE layers, one of each a prompt.
+    """Responses, log-probs (nats) and routes `[P + O - 1, L, K]` of the MoE layers, one of each a prompt of P tokens and answer of O.
+
+    Args:
+        server: whose answers these are, for the error.
+        header: K and MoE layers of the model.
+        prompts: token ids.
+        uids: one name a prompt, for the error.
+        samples: the answers, in the order of the prompts.
 
     Raises:
         EngineError: if a sequence is not the answer to its prompt, or brings no log-probs, no routes, or another number of rows.
@@ -102,18 +174,22 @@ def _told(ids: np.ndarray | None) -> str:
 
 
 def probe_batch(vocabulary: int, pad: int) -> TokenBatch:
-    """A few fixed token sequences, to compare an engine with itself."""
+    """Eight fixed sequences of 12 random tokens, two of them the prompt, to compare an engine with itself."""
     rows = np.random.default_rng(0).integers(0, vocabulary, (8, 12)).tolist()
     return TokenBatch.pack([r[:2] for r in rows], [r[2:] for r in rows], [str(i) for i in range(8)], range(8), pad)
 
 
 def halved(weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Other weights of the same names, dtypes and shapes: every tensor halved."""
+    """Other weights of the same names and dtypes, of any shape: every tensor halved."""
     return ((name, tensor / 2) for name, tensor in weights)
 
 
 def require_other_scores(name: str, fresh: torch.Tensor, pushed: torch.Tensor) -> None:
     """Weights that were halved must not score as the checkpoint's: a push that loads nothing leaves these.
+
+    Args:
+        name: of the engine, for the error.
+        fresh, pushed: `[S, T]` log-probs of the probe batch as loaded, and after the push.
 
     Raises:
         EngineError: if every log-prob is the same.
@@ -127,6 +203,10 @@ def require_other_scores(name: str, fresh: torch.Tensor, pushed: torch.Tensor) -
 
 def require_same_scores(name: str, fresh: torch.Tensor, pushed: torch.Tensor) -> None:
     """The checkpoint's own weights must score the same after a push as after loading.
+
+    Args:
+        name: of the engine, for the error.
+        fresh, pushed: `[S, T]` log-probs of the probe batch as loaded, and after the push.
 
     Raises:
         EngineError: if one log-prob differs.

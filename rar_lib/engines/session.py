@@ -9,6 +9,7 @@ A vLLM server is a process of its own and bound by none of this; one that a sess
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,11 @@ from rar_lib.checkpoint import SpecialTokens, load_model_config
 from rar_lib.config import JobConfig, RolloutConfig
 from rar_lib.engines.base import Rollout, Trainer
 from rar_lib.engines.seen import require_experts
+from rar_lib.engines.trainers import build_trainer
 from rar_lib.errors import EngineError
 from rar_lib.replay.scores import SignalRequest
+
+logger = logging.getLogger("rar")
 
 
 def available(engine: str) -> bool:
@@ -36,7 +40,11 @@ def available(engine: str) -> bool:
 
 
 def resolve_engines(config: JobConfig, say: Callable[[str], None] = print) -> JobConfig:
-    """Replace `auto` by the real engine where it is installed, else by `hf`, and say so in one line."""
+    """Replace `auto` by the real engine (vLLM, Megatron-Core) where it is installed, else by `hf`, and say so in one line.
+
+    Raises:
+        ConfigError: if the engine that is found refuses other settings of the config.
+    """
     choice = {"rollout": config.rollout.engine, "trainer": config.trainer.engine}
     if "auto" not in choice.values():
         return config
@@ -86,6 +94,8 @@ def open_server(path: Path, config: RolloutConfig, special: SpecialTokens) -> An
             "rollout.engine vllm_server: vLLM is not installed; install the extra rar-lib[vllm], or give rollout.url"
         )
     own = OwnServer(path, config.dtype) if config.url is None else None
+    if own is not None:
+        logger.info("starting a vLLM server for %s in %s; its log: %s", path.name, config.dtype, own.log)
     server = Server(config.url or (own.url if own else ""), own)
     try:
         if own is not None:
@@ -116,7 +126,16 @@ class EngineSession:
             torch.set_num_threads(1)  # several threads on a few shared cores cost more than they bring at this size
 
     def open(self, config: JobConfig, path: Path, special: SpecialTokens) -> tuple[Rollout, Trainer]:
-        """A rollout and a fresh trainer, both at the checkpoint's weights (version 0), for a config without `auto`."""
+        """A rollout and a fresh trainer, both at the checkpoint's weights (version 0).
+
+        Args:
+            config: with resolved engines, none of them `auto`.
+            path: checkpoint folder.
+            special: tokens that end and pad a response.
+
+        Raises:
+            EngineError: if an engine is missing or does not start, another session holds vLLM, or pushed weights do not arrive.
+        """
         if config.rollout.engine == "vllm":  # before Megatron: creating vLLM may restart torch.distributed
             self._require_vllm(config, path, special)
         trainer = self.trainer(config, path)
@@ -138,6 +157,9 @@ class EngineSession:
         """A fresh trainer at the checkpoint's weights, in ranks of its own where the config asks for several processes.
 
         Ranks serve one trainer at a time: that of the run before is gone.
+
+        Raises:
+            EngineError: if the engine is missing, or its ranks do not start.
         """
         if config.trainer.processes > 1:
             from rar_lib.engines.remote_trainer import RankGroup, RemoteTrainer
@@ -145,15 +167,10 @@ class EngineSession:
             if self._ranks is None or not self._ranks.alive or self._ranks.processes != config.trainer.processes:
                 if self._ranks is not None:
                     self._ranks.close()
+                logger.info("starting %d processes for the trainer", config.trainer.processes)
                 self._ranks = RankGroup(config.trainer.processes)
             return RemoteTrainer(self._ranks, path, config.trainer, config.algorithm)
-        if config.trainer.engine == "megatron":
-            from rar_lib.engines.megatron_trainer import MegatronTrainer
-
-            return MegatronTrainer(path, config.trainer, config.algorithm)
-        from rar_lib.engines.hf_trainer import HFTrainer
-
-        return HFTrainer(path, config.trainer, config.algorithm)
+        return build_trainer(path, config.trainer, config.algorithm)
 
     def _require_vllm(self, config: JobConfig, path: Path, special: SpecialTokens) -> None:
         key = (str(path), config.rollout.dtype)
@@ -167,6 +184,7 @@ class EngineSession:
         self._close_vllm()
         from rar_lib.engines.vllm_rollout import VLLMRollout
 
+        logger.info("starting vLLM for %s in %s", path.name, config.rollout.dtype)
         self._vllm = VLLMRollout(path, config.rollout, special)
         self._key, EngineSession._vllm_owner = key, self
 

@@ -26,16 +26,13 @@ import torch
 from rar_lib.checkpoint import SpecialTokens, load_model_config, router_header
 from rar_lib.config import RolloutConfig, SamplingConfig
 from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
-from rar_lib.engines.hf_rollout import pack_rollout, require_length
 from rar_lib.engines.http import Server
-from rar_lib.engines.precision import at_precision
 from rar_lib.engines.served import (
-    Stamps,
+    ServedRollout,
     halved,
     probe_batch,
     require_other_scores,
     require_same_scores,
-    unpack,
     written,
 )
 from rar_lib.engines.vllm_rollout import require_temperature_one
@@ -48,7 +45,7 @@ from rar_lib.traces.wire.dump import ReadOptions
 logger = logging.getLogger("rar")
 
 
-class SGLangServerRollout:
+class SGLangServerRollout(ServedRollout):
     """See `Rollout` in base.py.
 
     Args:
@@ -64,7 +61,7 @@ class SGLangServerRollout:
     name = "sglang_server"
 
     def __init__(self, path: Path, config: RolloutConfig, special: SpecialTokens, server: Server) -> None:
-        self.config, self.special, self.server, self._path = config, special, server, path
+        super().__init__(path, config, special, server)
         info = self._get("server_info")
         self._require_fit(info)
         self.header = router_header(path).model_copy(
@@ -78,7 +75,6 @@ class SGLangServerRollout:
         model = load_model_config(path).get_text_config()
         self._options = ReadOptions(ModelShape.load(path))
         self.max_length = int(model.max_position_embeddings)
-        self.weight_version, self._stamps = -1, Stamps()
         held = self._get("model_info")
         self._stamp, self._folder = str(held.get("weight_version")), str(held.get("model_path"))
         if self._stamp.startswith("rar-"):  # pushed by an earlier client: back to the checkpoint first
@@ -112,19 +108,7 @@ class SGLangServerRollout:
                 self.server.url,
             )
 
-    def reconfigure(self, config: RolloutConfig) -> None:
-        """Another precision or sampling for the same engine; the dtype is fixed when it starts."""
-        if config.dtype != self.config.dtype:
-            raise EngineError(
-                f"rollout.dtype: {self.server.url} computes in {self.config.dtype}, asked for {config.dtype}"
-            )
-        self.config = config
-
     # ---------------------------------------------------------------- weights
-
-    def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """See `Rollout.load_weights`: rounds to the configured precision and pushes."""
-        self._push(at_precision(weights, self.config.precision), version)
 
     def _push(self, weights: NamedTensors, version: int) -> None:
         with written(self._path, weights) as folder:
@@ -178,8 +162,7 @@ class SGLangServerRollout:
             EngineError: also if the server dies, answers without routes, or answers for other weights.
         """
         started = time.perf_counter()
-        for uid, prompt in zip(uids, prompts, strict=True):
-            require_length(uid, len(prompt), sampling.max_new_tokens, self.max_length)
+        self._require_lengths(prompts, uids, sampling)
         common = {
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_new_tokens,
@@ -200,10 +183,7 @@ class SGLangServerRollout:
             samples = wire.from_answers(records, self.server.url, self._options).samples
         except TraceError as error:
             raise self.server.error("/generate", "answers in SGLang's layout", str(error)) from None
-        responses, scores, routes = unpack(self.server, self.header, prompts, uids, samples)
-        header = self.header.model_copy(update={"sampling": sampling.model_dump()})
-        trace = pack_rollout(header, prompts, responses, scores, routes, self.weight_version)
-        return RolloutResult(tuple(responses), tuple(scores), trace, self.weight_version, time.perf_counter() - started)
+        return self._result(prompts, uids, sampling, samples, started)
 
     def _answers(self, prompts: Sequence[Sequence[int]], body: dict[str, Any]) -> list[dict[str, Any]]:
         """One finished answer a prompt."""

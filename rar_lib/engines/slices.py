@@ -25,7 +25,7 @@ MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "optimizer.step"
 
 @dataclass(frozen=True)
 class Shard:
-    """A slice of a tensor: the `index`-th of `count` along `dim`; `dim` None is the whole."""
+    """A slice of a tensor of any shape: the `index`-th of `count` along `dim`; `dim` None is the whole."""
 
     name: str
     tensor: torch.Tensor
@@ -35,7 +35,7 @@ class Shard:
 
 
 def join_slices(name: str, pieces: dict[int, torch.Tensor], dim: int | None, count: int) -> torch.Tensor:
-    """The whole of a tensor.
+    """The whole of a tensor of any shape, from its slices by index.
 
     Raises:
         EngineError: if a slice is missing.
@@ -60,7 +60,15 @@ def require_one_step(steps: Iterable[float]) -> float:
 
 
 def save_slices(folder: Path, engine: str, ranks: Ranks, step: float, shards: Iterable[Shard]) -> None:
-    """Write this process's slices of weights (`model.*`) and moments (`optimizer.*`)."""
+    """Write this process's slices of weights (`model.*`) and moments (`optimizer.*`).
+
+    Args:
+        folder: of a checkpoint.
+        engine: name of the trainer, which `Slices` asks for.
+        ranks: which file this process writes.
+        step: optimizer steps taken.
+        shards: the slices.
+    """
     tensors, places = {STEP: torch.tensor(step)}, {}
     for shard in shards:
         tensors[shard.name] = shard.tensor.detach().contiguous().clone()
@@ -106,14 +114,14 @@ class Slices:
             self.step = opened.get_tensor(STEP)
 
     def read(self, name: str) -> torch.Tensor | None:
-        """A whole tensor; None if the state does not have it."""
+        """A whole tensor of any shape; None if the state does not have it. Raises as `join_slices`."""
         if name not in self._slices:
             return None
         dim, _, count, _ = self._slices[name][0]
         return join_slices(name, {i: opened.get_tensor(name) for _, i, _, opened in self._slices[name]}, dim, count)
 
     def require(self, name: str) -> torch.Tensor:
-        """A whole tensor.
+        """A whole tensor of any shape.
 
         Raises:
             EngineError: if the state does not have it.

@@ -2,7 +2,8 @@
 
 `torch.autograd.grad` walks the graph to the tapped tensors only, so no parameter gets a gradient and nothing of the
 trainer's state moves. The output of each active expert needs no second evaluation: <u, o_e> is the gradient of its gate.
-Only the runner-up of `swap` and the inner activations of `param` are computed again, from the experts' weights.
+Only the runner-up of `swap` and the inner activations of `param` are computed again, from the experts' weights; norms of the gradients of
+single routes as in arXiv 1510.01799.
 """
 
 from __future__ import annotations
@@ -51,16 +52,26 @@ class ExpertWeights:
 
 
 @dataclass
-class Seen:
-    """What one MoE layer showed in one forward; `gates`, `output` and `logits` are nodes of the graph."""
+class LayerSeen:
+    """What one MoE layer showed in one forward, a row a token; `logits`, `gates` and `output` are nodes of the graph.
 
-    logits: torch.Tensor | None = None  # [..., E]
-    ids: torch.Tensor | None = None  # [rows, K]
-    runner_up: torch.Tensor | None = None  # [rows] expert, -1 where there is none
-    gaps: torch.Tensor | None = None  # [rows, K]
-    x: torch.Tensor | None = None  # [rows, H]
-    gates: torch.Tensor | None = None  # [rows, K] or [rows, E], see Block
-    output: torch.Tensor | None = None  # [..., H]
+    Attributes:
+        logits: `[..., E]` of the router.
+        ids: `[rows, K]` int64, the experts that were picked, forced ones included.
+        runner_up: `[rows]` int64, the best expert outside them by ranked score, -1 where there is none (estimator swap).
+        gaps: `[rows, K]`, ranked score of each slot less that of the runner-up (estimator swap).
+        x: `[..., H]`, input of the experts.
+        gates: `[rows, K]`, or `[rows, E]` (see Block).
+        output: `[..., H]` of the experts together.
+    """
+
+    logits: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+    runner_up: torch.Tensor | None = None
+    gaps: torch.Tensor | None = None
+    x: torch.Tensor | None = None
+    gates: torch.Tensor | None = None
+    output: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +79,8 @@ class SignalPart(Part):
     """What one process saw of the signals of one micro-batch.
 
     Attributes:
-        values: by name, `[n, T', L', K]` float32, or `[n, T', L']`.
-        exact: `[n, L', E]` for estimator param_exact.
+        values: by name (fields of RouteSignals), `[n, t, l, K]` float32, or `[n, t, l]`; t and l as in Part.
+        exact: `[n, l, E]` float32, for estimator param_exact.
     """
 
     values: dict[str, torch.Tensor]
@@ -85,15 +96,23 @@ class Block(Protocol):
 
     gates_of_all_experts: bool
 
-    def listen(self, seen: Seen) -> Callable[[], None]:
+    def listen(self, seen: LayerSeen) -> Callable[[], None]:
         """Let each forward fill `x`, `gates` and `output`; returns what stops it."""
 
     def expert(self, index: int) -> ExpertWeights:
-        """Weights of an expert, detached, float32."""
+        """Weights of an expert by its number in the layer, detached, float32."""
 
 
 class Taps:
-    """Collects the signals of the micro-batches of a pass."""
+    """Collects the signals of the micro-batches of a pass.
+
+    Args:
+        points: selection points of the MoE layers.
+        blocks: their layers, in the same order.
+        batch: the tokens.
+        request: estimators and labels.
+        temperature: divides the logits.
+    """
 
     def __init__(
         self,
@@ -110,7 +129,7 @@ class Taps:
             request,
             temperature,
         )
-        self.seen = {point.layer: Seen() for point in points}
+        self.seen = {point.layer: LayerSeen() for point in points}
         self.parts: list[SignalPart] = []
 
     def _select(self, point: SelectionPoint, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -128,9 +147,12 @@ class Taps:
         """Back-propagate ℓ of a micro-batch that was just forwarded.
 
         Args:
-            rows: of the batch.
+            rows: `[n]` int64, of the batch.
             logits: `[n, T, V]`, a node of the graph.
-            logp: `[n, T]`, log-probs of the sampled tokens, 0 outside the responses.
+            logp: `[n, T]`, log-probs of the sampled tokens in nats, 0 outside the responses.
+
+        Raises:
+            EngineError: if a MoE layer ran without a graph.
         """
         likelihood = self.likelihood(rows, logits, logp)
         layers, nodes = self._taken()
@@ -139,7 +161,7 @@ class Taps:
             point.begin()  # what comes next is another micro-batch
 
     def take_later(self, rows: torch.Tensor) -> None:
-        """The same on a pipeline stage, where the gradients come when the schedule runs the backward of `likelihood`."""
+        """The same for rows `[n]` on a pipeline stage, where the gradients come when the schedule runs the backward of `likelihood`."""
         layers, nodes = self._taken()
         gradients: list[torch.Tensor | None] = [None] * len(nodes)
 
@@ -155,14 +177,18 @@ class Taps:
             node.register_hook(listen(index))
 
     def likelihood(self, rows: torch.Tensor, logits: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
-        """ℓ of a micro-batch, summed over its sequences, of the sampled tokens or of tokens drawn at the same contexts."""
+        """ℓ of a micro-batch in nats, a scalar summed over its sequences, of the sampled tokens or of tokens drawn at the same contexts.
+
+        Args:
+            rows, logits, logp: as for `take`.
+        """
         if self.request.labels == "rollout":
             return logp.sum()
         uids = [self.batch.uids[i] for i in rows.tolist()]
         labels = draw_labels(logits.detach(), self.batch.tokens[rows], uids, self.request.seed, self.temperature)
         return response_logprobs(logits, labels, self.batch.scored(rows), self.temperature).sum()
 
-    def _taken(self) -> tuple[list[Seen], list[torch.Tensor]]:
+    def _taken(self) -> tuple[list[LayerSeen], list[torch.Tensor]]:
         """What each layer showed in the last forward, and the nodes whose gradients are wanted; the next forward gets new ones."""
         layers = [self.seen[point.layer] for point in self.points]
         nodes = [node for seen in layers for node in (seen.logits, seen.gates, seen.output)]
@@ -175,7 +201,7 @@ class Taps:
             seen.logits = seen.gates = seen.output = seen.x = None  # they hold the graph
         return taken, nodes  # type: ignore[return-value]
 
-    def _keep(self, rows: torch.Tensor, layers: Sequence[Seen], gradients: Sequence[torch.Tensor]) -> None:
+    def _keep(self, rows: torch.Tensor, layers: Sequence[LayerSeen], gradients: Sequence[torch.Tensor]) -> None:
         """The signals of a micro-batch from the gradients of its nodes: logits, gates and output, layer after layer."""
         with torch.no_grad():
             pieces = [
@@ -205,7 +231,7 @@ class Taps:
         self,
         point: SelectionPoint,
         block: Block,
-        seen: Seen,
+        seen: LayerSeen,
         gradients: Sequence[torch.Tensor],
         rows: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
@@ -302,7 +328,7 @@ class Taps:
 def draw_labels(
     logits: torch.Tensor, tokens: torch.Tensor, uids: Sequence[str], seed: int, temperature: float
 ) -> torch.Tensor:
-    """A token drawn at each position given the true ones before it: `[n, T]`, position 0 as it was.
+    """A token drawn at each position given the true ones before it: `[n, T]` int64, position 0 as it was.
 
     A draw depends on seed, name of the sequence and position alone, not on the batch.
 
@@ -333,7 +359,12 @@ def open_taps(
     request: SignalRequest | None,
     temperature: float,
 ) -> Iterator[Taps | None]:
-    """Taps at every MoE layer of a model while the context is open; None without a request."""
+    """Taps at every MoE layer of a model while the context is open; None without a request.
+
+    Args:
+        model: or one chunk of its layers, on a pipeline stage.
+        points, blocks, batch, request, temperature: as for Taps.
+    """
     if request is None:
         yield None
         return

@@ -91,7 +91,11 @@ class VLLMRollout:
             ) from error
 
     def reconfigure(self, config: RolloutConfig) -> None:
-        """Another precision or sampling for the same engine; the dtype is fixed at creation."""
+        """Another precision or sampling for the same engine; the dtype is fixed at creation.
+
+        Raises:
+            EngineError: for another dtype.
+        """
         if config.dtype != self.config.dtype:
             raise EngineError(
                 f"rollout.dtype: this engine was created with {self.config.dtype}, asked for {config.dtype}"
@@ -182,7 +186,7 @@ class VLLMRollout:
         return routed[:, list(layers)]
 
     def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
-        """See `Rollout.rescore`. vLLM scores prompts at temperature 1 only.
+        """See `Rollout.rescore`: `[S, T]`. vLLM scores prompts at temperature 1 only.
 
         Raises:
             EngineError: at another temperature.
@@ -213,6 +217,9 @@ def waves(
     Args:
         lengths: prompt tokens of each request.
         sequences, tokens: that the engine takes in a forward at most.
+
+    Yields:
+        Indices of the requests of a wave, in order. A request of more than `tokens` is a wave of its own.
     """
     wave: list[int] = []
     total = 0
@@ -257,6 +264,12 @@ def _create(path: Path, dtype: str, max_length: int) -> Any:
 def engine_arguments(version: str, path: Path, dtype: str, max_length: int) -> dict[str, Any]:
     """Engine arguments by vLLM's names, for an engine in process and for a server alike.
 
+    Args:
+        version: of vLLM.
+        path: checkpoint folder.
+        dtype: of the engine's arithmetic.
+        max_length: tokens of prompt and response at most.
+
     Raises:
         EngineError: if this version cannot capture the routes of this checkpoint.
     """
@@ -285,7 +298,7 @@ def longest_sequence(path: Path) -> int:
 
 
 def reload_weights(worker: Any, weights: list[tuple[str, torch.Tensor]]) -> None:
-    """In a vLLM worker: load named weights over the present ones."""
+    """In a vLLM worker: load weights of any shape, in Hugging Face names, over the present ones."""
     worker.model_runner.reload_weights(weights_iterator=iter(weights))
 
 

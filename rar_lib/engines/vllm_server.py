@@ -27,22 +27,20 @@ import torch
 from rar_lib.checkpoint import SpecialTokens, load_model_config, router_header
 from rar_lib.config import RolloutConfig, SamplingConfig
 from rar_lib.engines.base import NamedTensors, RolloutResult, TokenBatch
-from rar_lib.engines.hf_rollout import pack_rollout, require_length
 from rar_lib.engines.http import Server
-from rar_lib.engines.precision import at_precision
 from rar_lib.engines.served import (
     WEIGHTS,
-    Stamps,
+    ServedRollout,
     halved,
     probe_batch,
     require_other_scores,
     require_same_scores,
-    unpack,
     written,
 )
-from rar_lib.engines.vllm_capture import CaptureModel, plan_capture
+from rar_lib.engines.vllm_capture import plan_capture
+from rar_lib.engines.vllm_conditions import CaptureModel
 from rar_lib.engines.vllm_rollout import require_temperature_one, waves
-from rar_lib.errors import EngineError, TraceError
+from rar_lib.errors import TraceError
 from rar_lib.seeding import derive_seed
 from rar_lib.traces.wire import vllm as wire
 
@@ -50,7 +48,7 @@ logger = logging.getLogger("rar")
 LAUNCH = "a vLLM server started with `python -m rar_lib.engines.vllm_serve CHECKPOINT`"
 
 
-class VLLMServerRollout:
+class VLLMServerRollout(ServedRollout):
     """See `Rollout` in base.py.
 
     Args:
@@ -66,7 +64,7 @@ class VLLMServerRollout:
     name = "vllm_server"
 
     def __init__(self, path: Path, config: RolloutConfig, special: SpecialTokens, server: Server) -> None:
-        self.config, self.special, self.server, self._path = config, special, server, path
+        super().__init__(path, config, special, server)
         found = self._call("rar_describe")[0]
         self._require_fit(found)
         header = router_header(path)
@@ -80,7 +78,7 @@ class VLLMServerRollout:
         )
         self.max_length = int(found["max_model_len"])
         self._limits = int(found["settings"]["max_num_seqs"]), int(found["settings"]["max_num_batched_tokens"])
-        self.weight_version, self._stamps, self._wave = -1, Stamps(), itertools.count()
+        self._wave = itertools.count()
         self._state = self._call("rar_state")
         self._loaded = [worker["loaded"] for worker in self._state]
         self._probe = probe_batch(load_model_config(path).get_text_config().vocab_size, special.pad)
@@ -107,24 +105,12 @@ class VLLMServerRollout:
         for sentence in plan.sentences:
             logger.info("%s: %s", self.server.url, sentence)
 
-    def reconfigure(self, config: RolloutConfig) -> None:
-        """Another precision or sampling for the same engine; the dtype is fixed when it starts."""
-        if config.dtype != self.config.dtype:
-            raise EngineError(
-                f"rollout.dtype: {self.server.url} computes in {self.config.dtype}, asked for {config.dtype}"
-            )
-        self.config = config
-
     def _call(self, method: str, *args: str) -> list[dict[str, Any]]:
         """What each worker answers to a method of the extension."""
         body = {"method": method, "args": list(args)}
         return self.server.post("/collective_rpc", body, expected=f"{LAUNCH}, to answer {method}")["results"]
 
     # ---------------------------------------------------------------- weights
-
-    def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """See `Rollout.load_weights`: rounds to the configured precision and pushes."""
-        self._push(at_precision(weights, self.config.precision), version)
 
     def _push(self, weights: NamedTensors, version: int) -> None:
         stamp = self._stamps.new(version)
@@ -192,8 +178,7 @@ class VLLMServerRollout:
             EngineError: also if the server dies, answers without routes, or answers for other weights.
         """
         started = time.perf_counter()
-        for uid, prompt in zip(uids, prompts, strict=True):
-            require_length(uid, len(prompt), sampling.max_new_tokens, self.max_length)
+        self._require_lengths(prompts, uids, sampling)
         body = {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_new_tokens,
@@ -215,10 +200,7 @@ class VLLMServerRollout:
             samples = wire.from_answers(records, self.server.url).samples
         except TraceError as error:
             raise self.server.error("/v1/completions", "answers in vLLM's layout", str(error)) from None
-        responses, scores, routes = unpack(self.server, self.header, prompts, uids, samples)
-        header = self.header.model_copy(update={"sampling": sampling.model_dump()})
-        trace = pack_rollout(header, prompts, responses, scores, routes, self.weight_version)
-        return RolloutResult(tuple(responses), tuple(scores), trace, self.weight_version, time.perf_counter() - started)
+        return self._result(prompts, uids, sampling, samples, started)
 
     def _complete(self, prompts: Sequence[Sequence[int]], body: dict[str, Any]) -> dict[str, Any]:
         """The answer to one wave of prompts, choices in their order."""
@@ -233,10 +215,10 @@ class VLLMServerRollout:
         return answer
 
     def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
-        """See `Rollout.rescore`. vLLM scores prompts at temperature 1 only.
+        """See `Rollout.rescore`: `[S, T]`. vLLM scores prompts at temperature 1 only.
 
         Raises:
-            EngineError: at another temperature.
+            EngineError: at another temperature; if the server dies, answers without log-probs, or answers for other weights.
         """
         require_temperature_one("vLLM", sampling)
         body = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}

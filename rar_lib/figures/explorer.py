@@ -34,6 +34,7 @@ def explorer(
 
     Raises:
         EngineError: if ipywidgets is not installed.
+        TraceError: for records of other tokens.
     """
     try:
         import ipywidgets
@@ -72,7 +73,16 @@ def most_different(rollout: RouteTrace, trainer: RouteTrace) -> int:
 def page(
     rollout: RouteTrace, trainer: RouteTrace, sequence: int, position: int, *, planned: np.ndarray | None = None, decode: Decode | None = None
 ) -> str:  # fmt: skip
-    """The HTML of one token of one answer: the whole answer with its differing tokens marked, then the token's layers."""
+    """The HTML of one token of one answer: the whole answer with its differing tokens marked, then the token's layers.
+
+    Args:
+        rollout, trainer: records of the same tokens.
+        sequence, position: of the token.
+        planned, decode: as for `explorer`; `planned` is `[N, L]` bool.
+
+    Raises:
+        TraceError: for a sequence or position that is not there, or records of other tokens.
+    """
     table = strip_table(rollout, trainer, sequence, planned=planned, decode=decode)
     marks = []
     for place, part in table.groupby("position"):

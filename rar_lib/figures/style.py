@@ -86,7 +86,7 @@ def house_style() -> Iterator[None]:
 def new_figure(
     width: float = COLUMN_WIDTH, height: float = 2.6, columns: int = 1, rows: int = 1, **more: Any
 ) -> tuple[Figure, Any]:
-    """A figure with one axes, or an array of them.
+    """A figure of `width` x `height` inches with one axes, or an array of them: `[rows]` or `[columns]`, or both.
 
     It is closed for pyplot, so that a notebook shows it only where it is asked to.
     """
@@ -119,6 +119,10 @@ def policies(table: pd.DataFrame) -> list[str]:
 def mean_and_band(values: pd.DataFrame, *, seed: int = 0, resamples: int = 1000) -> tuple[np.ndarray, ...]:
     """Mean over the rows of `[units, x]` and a 95 % percentile bootstrap over the units (seeds, sequences, steps).
 
+    Args:
+        values: a row a unit, a column a place x.
+        seed, resamples: of the bootstrap.
+
     Returns:
         mean, low, high, each `[x]`; with one unit low = high = mean.
     """
@@ -135,6 +139,10 @@ def lines_by_policy(axes: Any, table: pd.DataFrame) -> int:
     """One line a policy over steps, with a band over seeds where there are several, and at most BANDS policies.
 
     A line ends, with a cross, where a seed has no further value: a run that diverged must not lift the mean of those that did not.
+
+    Args:
+        axes: to draw on.
+        table: policy, seed, step, value.
 
     Returns:
         The largest number of seeds of a policy.
@@ -164,7 +172,7 @@ def lines_by_policy(axes: Any, table: pd.DataFrame) -> int:
 
 
 def seeds_note(axes: Any, seeds: int, bands: bool = True) -> None:
-    """Say what the band is, or that there is none."""
+    """Say of how many seeds the lines are, and whether there is a band around them."""
     text = "n=1 seed" if seeds == 1 else f"n={seeds} seeds, 95 % bootstrap" if bands else f"mean of {seeds} seeds"
     corner_note(axes, text, "right")
 

@@ -61,7 +61,7 @@ def require_known() -> None:
 
 
 class Attached:
-    """A policy on one model.
+    """A policy on one model; made by `attach`.
 
     Attributes:
         policy: what is forced.
@@ -77,7 +77,7 @@ class Attached:
         self._has_planned = False
 
     def plan(self, routes: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
-        """The routes of one sequence with -1 in every slot that is not to be forced, and -2 where there is no route.
+        """The routes of one sequence with -1 in every slot that is not to be forced, and -2 where there is no route: `[T, L, K]`.
 
         Args:
             routes: `[T, L, K]` ids, L all transformer layers or the MoE layers; the rows of the forward, T or T-1.
@@ -91,7 +91,11 @@ class Attached:
         return self._planner.plan(routes, mask)
 
     def require_planned(self) -> None:
-        """Routes without a plan would all be forced, whatever the policy."""
+        """Routes without a plan would all be forced, whatever the policy.
+
+        Raises:
+            ReplayError: if none was planned yet.
+        """
         if not self._has_planned:
             raise ReplayError("targets were set before any routes were planned; pass routes through plan() first")
 

@@ -14,14 +14,12 @@ effect is refused by name.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, ValidationError
 
-from rar_lib.config import RouterReplayConfig, explain, parse_yaml
+from rar_lib.config import RouterReplayConfig, explain, read_values
 from rar_lib.errors import ConfigError
 from rar_lib.replay.policies import get_policy, require_policy
 from rar_lib.replay.score_file import StoredScore, load_score
@@ -41,6 +39,9 @@ class ReplayPolicy:
         replay: which routes are forced.
         stored: the score that the policy ranks, if it ranks one.
         path: where it came from.
+
+    Raises:
+        ConfigError: for fields that do not go together, scores that are missing or have no effect, or recorded gates.
     """
 
     replay: PolicyFile
@@ -78,14 +79,7 @@ def load_policy(path: str | Path) -> ReplayPolicy:
         ConfigError: names the file, the field, what is allowed and what was found.
     """
     path = Path(path)
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"policy file {path}: {error.strerror}") from None
-    try:
-        values: Any = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"policy file {path}: {error}") from None
+    values = read_values(path, "policy")
     if not isinstance(values, dict):
         raise ConfigError(f"policy file {path}: expected a mapping, found {type(values).__name__}")
     try:

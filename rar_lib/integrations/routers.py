@@ -37,6 +37,10 @@ class RouterState:
         ratio: of policy threshold; None for others.
         logits: the router ranks logits, so that a ratio is taken of their softmax.
         targets, forwards: targets given, and forwards that asked for them, since `begin`.
+        used: `[rows, K]` int64, ids of the last pick, until they are compared with what the experts got.
+        forced, changed, cells, differing: int64 scalars on the routers' device, since `begin`: units forced, cells whose executed set is
+            not the native one, cells with a route, rows whose experts are not those that were resolved.
+        compared: rows that were compared.
     """
 
     layer: int
@@ -60,13 +64,19 @@ class RouterState:
         self.forced, self.changed, self.cells, self.differing = _zero(), _zero(), _zero(), _zero()
 
     def add(self, forced: torch.Tensor, changed: torch.Tensor, cells: torch.Tensor) -> None:
-        """Count one forward; nothing is read from the device here."""
+        """Count one forward, in scalars; nothing is read from the device here."""
         self.forced = self.forced.to(forced.device) + forced
         self.changed = self.changed.to(changed.device) + changed
         self.cells = self.cells.to(cells.device) + cells
 
     def planned(self, target: torch.Tensor, scores: torch.Tensor, native: torch.Tensor) -> torch.Tensor:
-        """bool `[rows, K]`: which slots of a target are forced."""
+        """bool `[rows, K]`: which slots of a target are forced.
+
+        Args:
+            target: `[rows, K]` ids, negative where nothing is planned.
+            scores: `[rows, E]`, what the router ranks.
+            native: `[rows, K]`, its own choice.
+        """
         keep = target >= 0
         if self.ratio is None:
             return keep
@@ -81,7 +91,11 @@ class PlannedReplay:
     rar: RouterState
 
     def set_target_indices(self, topk_indices: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """The trainer's own; counted."""
+        """The trainer's own, of targets `[rows, K]`; counted.
+
+        Raises:
+            ReplayError: if the targets before were not asked for, or none was planned.
+        """
         if self.rar.targets != self.rar.forwards:
             raise ReplayError(
                 f"layer {self.rar.layer}: new targets before the router asked for those before; found "
@@ -99,7 +113,11 @@ class PlannedReplay:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values, ids), each `[rows, K]`: the trainer's own but for a forward with targets."""
+        """(values, ids), each `[rows, K]`, of scores `[rows, E]`: the trainer's own but for a forward with targets.
+
+        Raises:
+            ReplayError: if the targets are for another number of rows or slots, or were replayed before.
+        """
         base: Any = super()
         mine: Any = self
         state, action = self.rar, getattr(mine.router_replay_action, "name", None)

@@ -87,7 +87,11 @@ class Attached:
         self.metrics: dict[str, dict[str, float]] = {}
 
     def require_planned(self) -> None:
-        """Routes that come to the routers by another way than set_router_replay_data carry no plan."""
+        """Routes that come to the routers by another way than set_router_replay_data carry no plan.
+
+        Raises:
+            EngineError: for such routes.
+        """
         if not self._planned:
             raise EngineError(
                 "verl gave routes to its routers that the plugin did not see; the policy has no effect there"
@@ -139,7 +143,12 @@ class Attached:
         return {f"rar/{k}/{name}": [value] for k, values in shown.items() for name, value in values.items()}
 
     def plan(self, routes: torch.Tensor, known: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Jagged `[B, j, L, K]` routes with their plan written in, and jagged `[B, j]` rows that may replay."""
+        """Jagged `[B, j, L, K]` routes with their plan written in, and jagged `[B, j]` bool, rows that may replay.
+
+        Raises:
+            EngineError: for routes that are not jagged.
+            ReplayError: see SequencePlanner.plan.
+        """
         if not routes.is_nested:
             raise EngineError("routed_experts: expected jagged routes, a sequence each, found a padded batch")
         rows = list(routes.unbind())

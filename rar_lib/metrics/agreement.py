@@ -2,8 +2,9 @@
 
 The unit is the set of K experts of one router at one token: slot order means nothing. Cells that either side did not
 record are left out and counted, never read as expert 0. Two kinds of disagreement are not one: drift between updates
-in one engine (GSPO's "about 10 % of experts") and mismatch between engines at the same weights (R3's "about 10 % of
-routers"). The functions do not know which they are given; the caller's column names say so.
+in one engine (GSPO's "about 10 % of experts", arXiv 2507.18071) and mismatch between engines at the same weights
+(R3's "about 10 % of routers", 2510.11370). The functions do not know which they are given; the caller's column names
+say so.
 
 Independent random K-subsets of E experts overlap in K/E of their slots on average: that is the floor to compare with.
 
@@ -102,9 +103,12 @@ class Agreement:
         return np.divide(self.flipped.sum(0), count, out=np.full(count.shape, np.nan), where=count > 0)
 
     def scalars(self, prefix: str = "") -> dict[str, float | None]:
-        """overlap, jaccard, slot_flip, router_flip, token_any_flip, layers_per_token and how many cells they rest on.
+        """overlap, jaccard, slot_flip, router_flip, token_any_flip (shares), layers_per_token (layers) and how many
+        cells they rest on.
 
-        slot_flip <= router_flip <= K * slot_flip; jaccard <= overlap; token_any_flip is over fully recorded tokens.
+        With o = |S_A ∩ S_B| of a cell: overlap is the mean of o/K, jaccard of o/(2K - o), slot_flip 1 - overlap,
+        router_flip the share of cells with o < K. None where no cell is known. slot_flip <= router_flip <= K *
+        slot_flip; jaccard <= overlap; token_any_flip is over fully recorded tokens.
         """
         counts = self.overlap_counts()
         share = np.arange(self.top_k + 1) / self.top_k
@@ -160,7 +164,7 @@ def flip_counts(result: Agreement, trace: RouteTrace) -> pd.DataFrame:
 
 
 def poisson_binomial(rates: np.ndarray) -> np.ndarray:
-    """P(D = 0..L) of a sum of independent Bernoulli(rates): `[L + 1]` float64."""
+    """P(D = 0..L) of a sum of independent Bernoulli(rates), `[L]`: `[L + 1]` float64."""
     pmf = np.ones(1)
     for rate in np.asarray(rates, dtype=np.float64):
         pmf = np.convolve(pmf, [1 - rate, rate])
@@ -168,13 +172,18 @@ def poisson_binomial(rates: np.ndarray) -> np.ndarray:
 
 
 def flip_clustering(result: Agreement, *, permutations: int = 200, seed: int = 0) -> dict[str, float | None]:
-    """Do flips cluster on tokens? The variance of D_t against independence between layers.
+    """Do flips cluster on tokens? The variance of D_t against independence between layers, over fully recorded tokens.
+
+    Args:
+        result: of a pair.
+        permutations, seed: of the shuffled check.
 
     Returns:
         variance: of D_t; independent: Σ p_l (1 - p_l) of the Poisson-binomial with the per-layer rates; dispersion:
         their ratio (> 1: flips cluster on tokens); permuted_p95: 95th percentile of the same ratio when each layer's
         flips are shuffled over tokens, a check that needs no formula; any: share of tokens with a flip in some layer
-        (token_any_flip), and any_independent, its expectation if layers were independent.
+        (token_any_flip), and any_independent, its expectation if layers were independent. All None with fewer than
+        two tokens, or where nothing could vary.
     """
     flips = result.flipped[result.full_rows]
     rates = flips.mean(0) if flips.size else np.zeros(0)
@@ -199,6 +208,9 @@ def churn_matrix(a: RouteTrace, b: RouteTrace) -> np.ndarray:
 
     Only set differences count. A swap of m experts at once is split evenly: each of the m x m pairs gets 1/m, so a row
     sums to the rate at which its expert leaves (outflow) and a column to the rate at which it enters.
+
+    Raises:
+        TraceError: if layers, experts, K, lengths or token digests differ.
     """
     check_pair(a, b)
     known, flipped = a.recorded & b.recorded, agreement(a, b).flipped
@@ -227,6 +239,9 @@ def margin_auc(margins: np.ndarray, flipped: np.ndarray, known: np.ndarray) -> f
 
     Returns:
         The area under the curve, or None where no cell flipped or every one did.
+
+    Raises:
+        TraceError: for NaN among the known margins.
     """
     values, labels = np.asarray(margins, np.float64)[known], flipped[known]
     if np.isnan(values).any():
@@ -242,7 +257,9 @@ def margin_auc(margins: np.ndarray, flipped: np.ndarray, known: np.ndarray) -> f
 def top1_flip(
     ids_a: np.ndarray, gates_a: np.ndarray, ids_b: np.ndarray, gates_b: np.ndarray, known: np.ndarray
 ) -> float | None:
-    """Share of known cells whose expert with the largest gate differs. ids, gates `[N, L, K]`; known `[N, L]` bool."""
+    """Share of known cells whose expert with the largest gate differs; None without any. ids, gates `[N, L, K]`;
+    known `[N, L]` bool.
+    """
 
     def first(ids: np.ndarray, gates: np.ndarray) -> np.ndarray:
         return np.take_along_axis(ids, gates.argmax(-1)[..., None], -1)[..., 0]

@@ -11,6 +11,8 @@ number even where its parts are at hand.
 
 `ours` names a column of a run (measure.py) or, as `load_table[max_vio]`, a column of a table in metrics/load.py.
 
+One file: it is a table, and the rows of a framework are read, checked and mended beside those of the others.
+
 Sources, August 2026: verl-project/verl 1dda039 (rollout_corr_helper.py, core_algos.py, metric_utils.py,
 utils/debug/metrics.py); NVIDIA-NeMo/RL 7ea279a (loss_functions.py, grpo.py); THUDM/slime 624b824
 (megatron_utils/loss.py, cp_utils.py, examples/train_infer_mismatch_helper/mis.py); PrimeIntellect-ai/prime-rl 559b447

@@ -27,8 +27,9 @@ def collapsed_at(rewards: Sequence[float], *, window: int = 5, share: float = 0.
         ValueError: for a reward that is negative or not finite, where shares of the best mean nothing.
     """
     values = np.asarray(rewards, np.float64)
-    if not (np.isfinite(values) & (values >= 0)).all():
-        raise ValueError("collapse: expected finite rewards of 0 or more")
+    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if bad.size:
+        raise ValueError(f"collapse: expected finite rewards of 0 or more, found {values[bad[0]]} at step {bad[0]}")
     sums = np.cumsum(np.r_[0.0, values])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)

@@ -27,8 +27,8 @@ class Efficiencies:
     """Efficiency of every arm and its bootstrap draws.
 
     Attributes:
-        value: arm -> E on all prompts.
-        draws: arm -> `[B]` E in each draw; NaN where none and R3 do not differ in it.
+        value: arm -> E on all prompts; NaN where none and R3 do not differ.
+        draws: arm -> `[B]` float64, E in each draw; NaN where none and R3 do not differ in it.
         without_gain: share of draws in which full replay takes nothing off k3 (beyond the noise floor): there E says little.
     """
 
@@ -37,7 +37,7 @@ class Efficiencies:
     without_gain: float = 0.0
 
     def interval(self, values: np.ndarray) -> tuple[float, float]:
-        """95 % percentile interval of draws; undefined ones are left out."""
+        """95 % percentile interval of draws `[B]`; undefined ones are left out. Both ends are NaN where all are."""
         known = values[np.isfinite(values)]
         low, high = np.percentile(known, [2.5, 97.5]) if known.size else (np.nan, np.nan)
         return float(low), float(high)
@@ -62,9 +62,11 @@ def efficiencies(
     """Efficiencies from sums of k3 by prompt.
 
     Args:
-        by_prompt: a row an arm and prompt: `arm`, `prompt`, `k3_sum`, and `checkpoint` if there are several. Arms `none` and
-            `full` are among them, and every arm has every prompt once. With a noise floor, `tokens` too.
-        noise_floor: k3 of an engine against itself; where none and full differ by no more, efficiency is undefined (NaN).
+        by_prompt: a row an arm and prompt: `arm`, `prompt`, `k3_sum` (over the prompt's tokens, in nats), and
+            `checkpoint` if there are several. Arms `none` and `full` are among them, and every arm has every prompt
+            once. With a noise floor, `tokens` too.
+        noise_floor: k3 of an engine against itself, in nats a token; where none and full differ by no more,
+            efficiency is undefined (NaN).
         resamples: draws. They are of prompts only: a control that draws whole cells should be drawn anew for each batch.
         seed: of the draws.
 
@@ -75,11 +77,17 @@ def efficiencies(
     table = by_prompt if "checkpoint" in by_prompt else by_prompt.assign(checkpoint="")
     if not np.isfinite(table["k3_sum"].to_numpy(float)).all():
         raise ValueError("contrasts: expected finite sums of k3, found NaN or infinity")
-    if table.duplicated(["checkpoint", "prompt", "arm"]).any():
-        raise ValueError("contrasts: expected every prompt once in every arm, found one twice (two passes at once?)")
+    twice = table.loc[table.duplicated(["checkpoint", "prompt", "arm"])]
+    if len(twice):
+        prompt, arm = twice.iloc[0][["prompt", "arm"]]
+        raise ValueError(
+            f"contrasts: expected every prompt once in every arm, found one twice: {prompt} in {arm!r} (two passes at once?)"
+        )
     wide = table.pivot(index=["checkpoint", "prompt"], columns="arm", values="k3_sum")
-    if wide.isna().any().any() or not {NONE, FULL} <= set(wide.columns):
-        raise ValueError("contrasts: expected arms none and full, and every prompt in every arm")
+    short = [repr(arm) for arm in wide.columns if wide[arm].isna().any()]
+    if short or not {NONE, FULL} <= set(wide.columns):
+        found = f"prompts missing in {', '.join(short)}" if short else f"arms {', '.join(map(str, wide.columns))}"
+        raise ValueError(f"contrasts: expected arms none and full, and every prompt in every arm; found {found}")
     strata = wide.index.get_level_values("checkpoint")
     rng = np.random.default_rng(seed)
     weights = np.zeros((resamples, len(wide)))

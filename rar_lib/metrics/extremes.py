@@ -34,11 +34,11 @@ def extreme_tokens(
         decode: turns token ids into text, for a readable column.
 
     Returns:
-        One row a token: `sequence`, `position`, `token`, `logp_a`, `logp_b`, `delta` (B - A, nats), `layers_flipped` (None where the
-        input's routes are not known in every layer), `text` with `decode`.
+        One row a token: `sequence`, `position`, `token`, `logp_a`, `logp_b` (nats), `delta` (B - A, nats),
+        `layers_flipped` (None where the input's routes are not known in every layer), `text` with `decode`.
 
     Raises:
-        TraceError: if a side carries no log-probs or token ids.
+        TraceError: if a side carries no log-probs, the first no token ids, or the two are of other tokens or routers.
     """
     check_pair(a, b)
     if a.logprobs is None or b.logprobs is None or a.token_ids is None:
@@ -66,7 +66,17 @@ def extreme_tokens(
 
 
 def context_of(trace: RouteTrace, sequence: int, position: int, decode: Decode, before: int = 24) -> str:
-    """The text up to a token and the token itself in brackets: `...25 + 17 = [42]`."""
+    """The text of up to `before` tokens before a token, and the token itself in brackets: `...25 + 17 = [42]`.
+
+    Args:
+        trace: a record with token ids.
+        sequence, position: of the token.
+        decode: turns token ids into text.
+        before: tokens to show before it.
+
+    Raises:
+        TraceError: if the record carries no token ids.
+    """
     if trace.token_ids is None:
         raise TraceError("context: the record carries no token ids")
     start, token = int(trace.offsets[sequence]), int(trace.offsets[sequence]) + position
@@ -84,6 +94,9 @@ def routes_of(a: RouteTrace, b: RouteTrace, sequence: int, position: int) -> pd.
     Returns:
         One row a layer: `layer`, `experts_a`, `experts_b` (None where not recorded), `only_a`, `only_b`, `shared`, and `margin_b`
         where B carries margins.
+
+    Raises:
+        TraceError: for a position that the sequence does not have, or records of other tokens.
     """
     check_pair(a, b)
     token = int(a.offsets[sequence]) + position

@@ -1,4 +1,4 @@
-"""How the load lies on the experts, and how routing shifts between two sources (METRICS section 3).
+"""How the load lies on the experts, and how routing shifts between two sources.
 
 Load is a share: p[l, e] sums to 1 in each layer. Cells without a recorded route (padding, last tokens, what a producer lost)
 are left out: in a zero-padded dump they would read as load on expert 0. Equal loads do not mean equal routes (JS = 0 while
@@ -22,7 +22,11 @@ from rar_lib.traces.trace import RouteTrace
 
 
 def route_counts(trace: RouteTrace) -> np.ndarray:
-    """Recorded routes of each expert: `[L, E]` int64; a row sums to K times the recorded cells of its layer."""
+    """Recorded routes of each expert: `[L, E]` int64; a row sums to K times the recorded cells of its layer.
+
+    Raises:
+        TraceError: for an id of E or more.
+    """
     layers, experts = trace.header.num_layers, trace.header.num_experts
     counts = np.zeros((layers, experts), np.int64)
     recorded = trace.recorded
@@ -41,23 +45,23 @@ def route_counts(trace: RouteTrace) -> np.ndarray:
 
 
 def load(counts: np.ndarray) -> np.ndarray:
-    """Shares of the routes: `[L, E]` float64, rows sum to 1; NaN in a layer without routes."""
+    """Shares of the routes of `[L, E]` counts: `[L, E]` float64, rows sum to 1; NaN in a layer without routes."""
     total = counts.sum(-1, keepdims=True)
     return np.divide(counts, total, out=np.full(counts.shape, np.nan), where=total > 0)
 
 
 def entropy(p: np.ndarray) -> np.ndarray:
-    """-Σ p log p over the last axis, in nats; 0 log 0 = 0."""
+    """-Σ p log p in nats, `[..., E]` shares to `[...]`; 0 log 0 = 0, and NaN stays NaN."""
     return -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), np.where(np.isnan(p), np.nan, 0)).sum(-1)
 
 
 def js_divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Jensen-Shannon divergence over the last axis, in nats: symmetric, from 0 (equal) to log 2 (disjoint)."""
+    """Jensen-Shannon divergence in nats, `[..., E]` shares to `[...]`: symmetric, 0 (equal) to log 2 (disjoint)."""
     return np.clip(entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2, 0, np.log(2))
 
 
 def total_variation(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """½ Σ |p - q| over the last axis, 0..1; of two loads over the same cells at most slot_flip."""
+    """½ Σ |p - q|, `[..., E]` shares to `[...]`, 0..1; of two loads over the same cells at most slot_flip."""
     return np.abs(p - q).sum(-1) / 2
 
 
@@ -175,7 +179,16 @@ def router_shift_ratio(r_old: np.ndarray, r_new: np.ndarray, ids_old: np.ndarray
 def shift_summary(
     gamma: np.ndarray, floor: float = 0.8, quantiles: Sequence[float] = (0.9, 0.99)
 ) -> dict[str, float | None]:
-    """Mean of γ, the share below `floor`, and high quantiles of the shift -log γ (nats)."""
+    """Mean of γ, the share of tokens below a floor, and high quantiles of the shift -log γ.
+
+    Args:
+        gamma: `[N]`, see `router_shift_ratio`.
+        floor: by default the smallest weight that RSPO gives (arXiv 2510.23027).
+        quantiles: of the shift.
+
+    Returns:
+        `mean`, `below_floor`, and `shift_p90`, `shift_p99` in nats; None without tokens.
+    """
     if not len(gamma):
         return {"mean": None, "below_floor": None, **{f"shift_p{100 * q:g}": None for q in quantiles}}
     shift = -np.log(gamma)

@@ -10,17 +10,16 @@ pair `rollout_old` is k3 an estimate under its own B: KL(μ‖old). For `old_new
 first is a μ-weighted statistic and no more. arXiv 2510.11370 (R3) writes the reverse direction.
 
 Every function takes arrays `[S, T]` (or any shape) of natural log-probs and a boolean mask of the same shape;
-the mask is applied before any reduction, and reductions run in float64. What a number cannot be computed from is
-`None`, never NaN.
+the mask is applied before any reduction, and reductions run in float64. Another shape than the mask's, or a value under
+the mask that is not finite, is a ValueError. What cannot be computed is `None`, never NaN.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-Pair = Literal["rollout_old", "old_new", "rollout_new"]
 Array = Any  # numpy array or CPU tensor
 
 
@@ -42,30 +41,50 @@ def _masked(*arrays: Array, mask: Array) -> list[np.ndarray]:
 
 
 def log_ratio(logp_a: Array, logp_b: Array, mask: Array) -> np.ndarray:
-    """Δ = log π_A - log π_B of the masked tokens, `[n]` float64 in nats."""
+    """Δ = log π_A - log π_B of the masked tokens, `[n]` float64 in nats.
+
+    Args:
+        logp_a, logp_b: natural log-probs, any shape that both have.
+        mask: bool of that shape, tokens to look at.
+
+    Raises:
+        ValueError: if shapes differ, or a value under the mask is not finite; says where.
+    """
     a, b = _masked(logp_a, logp_b, mask=mask)
     return a - b
 
 
 def k3_terms(delta: np.ndarray) -> np.ndarray:
-    """expm1(Δ) - Δ per token: >= 0, and 0 only where Δ = 0 (Schulman's k3 estimator)."""
+    """expm1(Δ) - Δ per token, any shape: >= 0, and 0 only where Δ = 0 (Schulman's k3 estimator)."""
     return np.expm1(delta) - delta
 
 
 def k1(logp_a: Array, logp_b: Array, mask: Array) -> float | None:
-    """mean(-Δ) in nats: the signed estimate of KL(B‖A) on samples of B."""
+    """mean(-Δ) in nats: the signed estimate of KL(B‖A) on samples of B.
+
+    Arrays of any shape, as `log_ratio`; None without tokens.
+    """
     delta = log_ratio(logp_a, logp_b, mask)
     return float(np.mean(-delta)) if delta.size else None
 
 
 def k3(logp_a: Array, logp_b: Array, mask: Array) -> float | None:
-    """mean(expm1(Δ) - Δ) in nats, >= 0: on samples of B an unbiased estimate of KL(B‖A)."""
+    """mean(expm1(Δ) - Δ) in nats, >= 0: on samples of B an unbiased estimate of KL(B‖A).
+
+    Arrays of any shape, as `log_ratio`; None without tokens.
+    """
     delta = log_ratio(logp_a, logp_b, mask)
     return float(np.mean(k3_terms(delta))) if delta.size else None
 
 
 def extreme_token_fraction(logp_a: Array, logp_b: Array, mask: Array, tau: float = 2.0) -> float | None:
-    """F(τ): share of tokens whose probability ratio lies outside [1/τ, τ] (2510.11370). τ >= 1; symmetric in A, B."""
+    """F(τ): share of tokens whose probability ratio lies outside [1/τ, τ] (arXiv 2510.11370).
+
+    Symmetric in A and B, non-increasing in τ. Arrays of any shape, as `log_ratio`; None without tokens.
+
+    Raises:
+        ValueError: for τ below 1.
+    """
     if tau < 1:
         raise ValueError(f"tau: expected a ratio of at least 1, found {tau}")
     delta = log_ratio(logp_a, logp_b, mask)
@@ -73,7 +92,10 @@ def extreme_token_fraction(logp_a: Array, logp_b: Array, mask: Array, tau: float
 
 
 def effective_sample_size(logp_a: Array, logp_b: Array, mask: Array) -> float | None:
-    """(Σw)² / (n Σw²) with w = exp Δ, in (0, 1]; 1/(1 + CV²(w)); 1 iff the ratio is constant."""
+    """(Σw)² / (n Σw²) with w = exp Δ, a share of the tokens in (0, 1]; 1/(1 + CV²(w)); 1 iff the ratio is constant.
+
+    Arrays of any shape, as `log_ratio`; None without tokens.
+    """
     delta = log_ratio(logp_a, logp_b, mask)
     if not delta.size:
         return None
@@ -82,7 +104,10 @@ def effective_sample_size(logp_a: Array, logp_b: Array, mask: Array) -> float | 
 
 
 def pearson(logp_a: Array, logp_b: Array, mask: Array) -> float | None:
-    """Correlation of the probabilities (verl's rollout_actor_probs_pearson_corr); None if one of them is constant."""
+    """Correlation of the probabilities (verl's rollout_actor_probs_pearson_corr), arrays of any shape, as `log_ratio`.
+
+    None with fewer than two tokens, or if one side is constant.
+    """
     a, b = (np.exp(x) for x in _masked(logp_a, logp_b, mask=mask))
     if a.size < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
@@ -92,17 +117,21 @@ def pearson(logp_a: Array, logp_b: Array, mask: Array) -> float | None:
 def mismatch(
     logp_a: Array, logp_b: Array, mask: Array, *, prefix: str = "", tau: float = 2.0
 ) -> dict[str, float | None]:
-    """Every token statistic of METRICS section 1 for one pair.
+    """Every token statistic for one pair.
 
     Args:
-        logp_a, logp_b: natural log-probs, any common shape.
-        mask: true on response tokens, same shape.
+        logp_a, logp_b: natural log-probs, any shape that both have.
+        mask: bool of that shape, true on response tokens.
         prefix: put before each name, e.g. `mismatch/rollout_old/`.
         tau: the factor of the extreme-token fraction.
 
     Returns:
-        k1, k3, extreme_fraction_tau{τ}, abs_{mean,p50,p95,p99,max}, probs_diff_{mean,max,std} (verl's
-        rollout_probs_diff, on probabilities), pearson, ess, ratio_max and tokens. Values are None without tokens.
+        k1, k3, extreme_fraction_tau{τ}, abs_{mean,p50,p95,p99,max} of |Δ| (nats), probs_diff_{mean,max,std} (verl's
+        rollout_probs_diff, on probabilities), pearson, ess, ratio_max (of exp Δ) and tokens. Values are None without
+        tokens.
+
+    Raises:
+        ValueError: if shapes differ, or a value under the mask is not finite; for τ below 1.
     """
     a, b = _masked(logp_a, logp_b, mask=mask)
     n = a.size
@@ -130,9 +159,10 @@ def mismatch(
 
 
 def sequence_log_ratios(logp_a: Array, logp_b: Array, mask: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Per sequence: (ΣΔ, mean Δ), each `[S]` in nats; exp of them are seq_ratio and geo_ratio (GSPO, 2507.18071).
+    """Per sequence of `[S, T]`: (ΣΔ, mean Δ), each `[S]` in nats.
 
-    A sequence without response tokens gives NaN in the second and 0 in the first.
+    exp of them are seq_ratio and geo_ratio (GSPO, arXiv 2507.18071). A sequence without response tokens gives 0 in the
+    first and NaN in the second.
     """
     keep = np.asarray(mask, dtype=bool)
     _masked(logp_a, logp_b, mask=keep)  # refuses what is not finite
@@ -144,18 +174,32 @@ def sequence_log_ratios(logp_a: Array, logp_b: Array, mask: Array) -> tuple[np.n
 def bad_update_fraction(
     logp_new: Array, logp_rollout: Array, advantages: Array, mask: Array, delta: float
 ) -> float | None:
-    """Share of tokens with A < 0 whose probability fell from μ to new by at least δ (2602.04879); non-increasing in δ."""
+    """Share of tokens with A < 0 whose probability fell from μ to new by at least δ (arXiv 2602.04879).
+
+    Args:
+        logp_new, logp_rollout, mask: as for `log_ratio`, any shape.
+        advantages: one a token, of the same shape.
+        delta: δ, a difference of probabilities; the share falls as it grows.
+
+    Raises:
+        ValueError: for an advantage under the mask that is not finite, and as `log_ratio`.
+    """
     new, mu = _masked(logp_new, logp_rollout, mask=mask)
     advantage = np.asarray(advantages, np.float64)[np.asarray(mask, bool)]
-    if not np.isfinite(advantage).all():
-        raise ValueError("advantages: expected finite values under the mask")
+    bad = advantage[~np.isfinite(advantage)]
+    if bad.size:
+        raise ValueError(f"advantages: expected finite values under the mask, found {bad[0]}")
     return float(np.mean((advantage < 0) & (np.exp(mu) - np.exp(new) >= delta))) if new.size else None
 
 
 def factorisation(
     logp_rollout: Array, logp_old: Array, logp_new: Array, mask: Array
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """log(new/μ) = log(old/μ) + log(new/old) per token: total, engine mismatch and policy drift, each `[n]` in nats."""
+    """log(new/μ) = log(old/μ) + log(new/old) per masked token.
+
+    Returns:
+        The total, the mismatch of the engines and the drift of the policy, each `[n]` float64 in nats.
+    """
     engines = log_ratio(logp_old, logp_rollout, mask)
     drift = log_ratio(logp_new, logp_old, mask)
     return log_ratio(logp_new, logp_rollout, mask), engines, drift
@@ -167,7 +211,8 @@ def noise_floor(
     """The disagreement of one engine with itself on the same tokens.
 
     For a rollout engine: log-probs while decoding against its own re-scoring. For a trainer: the same batch under
-    another micro-batch split (a plain repeat is bit-equal on a CPU and says nothing). Returns k3, abs_mean and abs_max.
+    another micro-batch split (a plain repeat is bit-equal on a CPU and says nothing). Arrays of any shape, as
+    `log_ratio`. Returns k3, abs_mean and abs_max, in nats.
     """
     values = mismatch(logp_again, logp_once, mask)
     return {prefix + name: values[name] for name in ("k3", "abs_mean", "abs_max")}

@@ -34,14 +34,20 @@ def binding_share(planned: np.ndarray, recorded: np.ndarray, native: np.ndarray,
 
 
 def forced_routers(native: np.ndarray, executed: np.ndarray, known: np.ndarray) -> float | None:
-    """Mean 1[S != N]: routers that executed another set than their own choice. Under full R3: router_flip(R, N)."""
+    """Mean 1[S != N]: routers that executed another set than their own choice. Under full R3: router_flip(R, N).
+
+    ids `[..., K]`, known `[...]` bool; None without a known cell.
+    """
     if not known.any():
         return None
     return float((overlap(native, executed)[known] < native.shape[-1]).mean())
 
 
 def fidelity(recorded: np.ndarray, executed: np.ndarray, known: np.ndarray) -> float | None:
-    """Mean |S ∩ R| / K: 1 under full replay; grows along nested plans at fixed scores."""
+    """Mean |S ∩ R| / K: 1 under full replay; grows along nested plans at fixed scores.
+
+    ids `[..., K]`, known `[...]` bool; None without a known cell.
+    """
     if not known.any():
         return None
     return float((overlap(recorded, executed)[known] / recorded.shape[-1]).mean())
@@ -56,6 +62,8 @@ def router_probabilities(scores: np.ndarray) -> np.ndarray:
     """
     wide = scores.astype(np.float64)
     given = (wide >= 0).all(-1, keepdims=True) & (np.abs(wide.sum(-1, keepdims=True) - 1) < 1e-3)
+    if given.all():
+        return wide
     p = np.exp(wide - wide.max(-1, keepdims=True))
     return np.where(given, wide, p / p.sum(-1, keepdims=True))
 
@@ -84,7 +92,10 @@ def regret(scores: np.ndarray, native: np.ndarray, executed: np.ndarray, known: 
 
 
 def efficiency(k3_none: float, k3_plan: float, k3_full: float, noise_floor: float) -> float | None:
-    """(k3_none - k3_plan) / (k3_none - k3_R3): 0 at none, 1 at R3; None where the difference is inside the noise floor."""
+    """(k3_none - k3_plan) / (k3_none - k3_R3), all in nats a token: 0 at none, 1 at R3.
+
+    None where none and R3 differ by no more than the noise floor.
+    """
     span = k3_none - k3_full
     return (k3_none - k3_plan) / span if abs(span) > noise_floor else None
 
@@ -99,6 +110,9 @@ def target_shift(replayed: Array, native: Array, mask: Array) -> float | None:
     Args:
         replayed, native: `[S, T]` log-probs of the same tokens, in nats.
         mask: `[S, T]` bool, response tokens.
+
+    Raises:
+        ValueError: if shapes differ, or a log-prob under the mask is not finite.
     """
     return k3(native, replayed, mask)
 
@@ -134,8 +148,14 @@ def verdict(
 ) -> str:
     """What a policy is, by rule: `too weak`, `too restrictive`, both, or `neither`.
 
-    Too weak: the mismatch that is left (k3 of rollout/old under the plan) is above the noise floor. Too restrictive: the
-    target shift is above that of the random control at the same budget, or the drift of planned cells is below it.
+    Too weak: the mismatch that is left is above the noise floor. Too restrictive: the target shift is above that of the
+    random control at the same budget, or the drift of planned cells is below it.
+
+    Args:
+        residual: k3 of rollout/old under the plan, in nats a token.
+        noise_floor: k3 of an engine against itself.
+        shift, shift_of_random: `target_shift` under the plan and under the control, in nats a token.
+        drift_planned, drift_planned_of_random: `drift` of planned cells, as shares; not looked at where one is None.
     """
     weak = residual > noise_floor
     held = drift_planned is not None and drift_planned_of_random is not None and drift_planned < drift_planned_of_random

@@ -21,12 +21,15 @@ def reweighted_reward(
     """Estimated reward of `policy`, and the effective sample size as a share of the answers, in (0, 1].
 
     Args:
-        rewards: `[S]`.
+        rewards: `[S]`, one an answer.
         logp_policy, logp_rollout: `[S, T]` in nats.
         mask: `[S, T]` bool, response tokens.
 
     Returns:
         Both None without answers. Equal policies give the plain mean and 1.
+
+    Raises:
+        ValueError: if shapes differ, or a log-prob under the mask is not finite.
     """
     total, _ = sequence_log_ratios(logp_policy, logp_rollout, mask)
     if not len(total):

@@ -17,6 +17,10 @@ import pandas as pd
 def paired_t(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> dict[str, float | int | None]:
     """Mean of a - b over paired seeds with Student's interval and two-sided p.
 
+    Args:
+        a, b: one value a seed, in the same order.
+        level: of the interval.
+
     Returns:
         n, difference, low, high, p; interval and p are None with fewer than two pairs, and where all differences are equal, up to
         rounding, and so have no spread to judge by (an exact 0 gives the interval [0, 0] and p 1).
@@ -27,10 +31,11 @@ def paired_t(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> dic
     from scipy import stats
 
     left, right = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    if left.shape != right.shape or not (np.isfinite(left).all() and np.isfinite(right).all()):
-        raise ValueError(
-            f"paired t: expected as many finite values on both sides, found {left.shape} and {right.shape}"
-        )
+    for values, other in ((left, right), (right, left)):
+        bad = values[~np.isfinite(values)]
+        if values.shape != other.shape or bad.size:
+            found = f"{bad[0]}" if bad.size else f"{len(left)} and {len(right)}"
+            raise ValueError(f"paired t: expected as many finite values on both sides, found {found}")
     d = left - right
     n, mean = len(d), float(d.mean()) if len(d) else float("nan")
     if n < 2:
@@ -70,8 +75,9 @@ def iqm(values: Sequence[float]) -> float | None:
     from scipy import stats
 
     found = np.asarray(values, np.float64)
-    if not np.isfinite(found).all():
-        raise ValueError("interquartile mean: expected finite values")
+    bad = found[~np.isfinite(found)]
+    if bad.size:
+        raise ValueError(f"interquartile mean: expected finite values, found {bad[0]}")
     return float(stats.trim_mean(found, 0.25)) if found.size else None
 
 
@@ -95,11 +101,18 @@ def against(
     Raises:
         ValueError: if an arm lacks a seed of the baseline (unless dropped) or has one twice, or there is no arm but the baseline.
     """
-    if table.duplicated(["policy", "seed"]).any():
-        raise ValueError("against: expected every policy and seed once")
+    twice = table.loc[table.duplicated(["policy", "seed"]), ["policy", "seed"]]
+    if len(twice):
+        policy, seed = twice.iloc[0]
+        raise ValueError(f"against: expected every policy and seed once, found {policy!r} at seed {seed} twice")
     wide = table.pivot(index="seed", columns="policy", values=value)
-    if baseline not in wide or (missing == "refuse" and wide.isna().any().any()):
-        raise ValueError(f"against: expected {baseline!r} among the policies and {value} of every policy at every seed")
+    absent = [(p, s) for p in wide for s in wide.index[wide[p].isna()]]
+    if baseline not in wide or (missing == "refuse" and absent):
+        names = ", ".join(map(str, wide.columns)) or "none"
+        told = f"none of {absent[0][0]!r} at seed {absent[0][1]}" if baseline in wide else f"policies {names}"
+        raise ValueError(
+            f"against: expected {baseline!r} among the policies and {value} of every policy at every seed, found {told}"
+        )
     if missing == "drop" and log:
         wide = wide.where(wide > 0)
     shown = wide.apply(np.log) if log else wide

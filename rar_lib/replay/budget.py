@@ -36,12 +36,12 @@ def as_fraction(share: float | str | Fraction) -> Fraction:
 
 
 def integer_budget(share: Fraction, valid: int) -> int:
-    """floor(β M + 1/2)."""
+    """floor(β M + 1/2) units, exactly: `share` is β, `valid` is M."""
     return int((share * valid + Fraction(1, 2)) // 1)
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele, Lea, Flood 2014): a bijection of uint64 that scatters neighbours."""
+    """splitmix64's finaliser (Steele, Lea, Flood 2014) of uint64 of any shape: a bijection that scatters neighbours."""
     with np.errstate(over="ignore"):
         z = values + _GOLDEN
         z = (z ^ (z >> U64(30))) * _MIX_1
@@ -50,7 +50,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def hash_text(*parts: str | int) -> np.uint64:
-    """64 bits of BLAKE2b."""
+    """64 bits of BLAKE2b over the parts, which are kept apart: ("a", "bc") is not ("ab", "c")."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return U64(int.from_bytes(digest, "big"))
 
@@ -66,6 +66,9 @@ def unit_keys(trace: RouteTrace, uids: Sequence[str], seed: int, policy: str, pe
 
     Returns:
         `[N, L, K]` or `[N, L]` uint64. The key of a slot follows its expert, not its place in the row.
+
+    Raises:
+        ReplayError: if the names are not one a sequence, all different.
     """
     if len(uids) != trace.num_sequences or len(set(uids)) != len(uids):
         raise ReplayError(
@@ -82,7 +85,7 @@ def unit_keys(trace: RouteTrace, uids: Sequence[str], seed: int, policy: str, pe
 
 
 def uniform_from(keys: np.ndarray) -> np.ndarray:
-    """Numbers in (0, 1) from keys, float64."""
+    """Numbers in (0, 1), float64, from uint64 keys of any shape."""
     return ((keys >> U64(11)).astype(np.float64) + 0.5) / 2.0**53
 
 
@@ -144,7 +147,12 @@ def _order(groups: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def rank_in_groups(groups: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rank of each unit within its group by key, from 0, and the size of its group; each `[n]` int64."""
+    """Rank of each unit within its group by key, from 0, and the size of its group; each `[n]` int64.
+
+    Args:
+        groups: `[n]` int64, 0 or more.
+        keys: `[n]` uint64.
+    """
     order = _order(groups, keys)
     ordered = groups[order]
     first = np.r_[True, ordered[1:] != ordered[:-1]] if ordered.size else np.zeros(0, bool)

@@ -78,8 +78,9 @@ def replaying(
             bound for diagnosis. The recording model must rank the same kind of score (Transformers routers of one family).
 
     Raises:
-        ReplayError: if gates are to be replayed that the trace does not carry, or under a plan of single experts; if experts, top-k or MoE layers of trace and model differ, if the rows of a forward do not fit, or if
-            the forward holds other tokens than the trace (where the trace carries its tokens).
+        ReplayError: if gates are to be replayed that the trace does not carry, or under a plan of single experts; if
+            experts, top-k or MoE layers of trace and model differ; from a forward: if its rows do not fit, or it
+            holds other tokens than the trace (where the trace carries its tokens).
     """
     plan = full_plan(trace) if plan is None else plan
     if gates == "recorded" and plan.unit != "token_layer":

@@ -38,7 +38,7 @@ def require_live(native: np.ndarray, moved: np.ndarray, resolved: RouteTrace, ex
     """Mean |Δ log-prob| between a native pass and one under wrong routes, if replay is live in every layer.
 
     Args:
-        native, moved: log-probs of the two passes, in nats.
+        native, moved: log-probs of the two passes, in nats; any shape that both have.
         resolved: the wrong routes that were to be executed.
         executed: what the routers executed in the second pass.
 
@@ -77,7 +77,8 @@ def require_gates(native: np.ndarray, moved: np.ndarray, header: TraceHeader) ->
     """Replayed gate weights must reach the experts: some routers take only the ids of their pick and weigh in another way.
 
     Args:
-        native, moved: log-probs of a native pass and of one under its own routes with wrong_gates, in nats.
+        native, moved: log-probs of a native pass and of one under its own routes with wrong_gates, in nats; any shape
+            that both have.
         header: of the routers. With one expert a token, whose weight a router may renormalise to 1, nothing need move.
 
     Raises:

@@ -35,7 +35,7 @@ class World:
     Attributes:
         made: the traces and scores.
         seen: what policies look at; P(flip) comes from another batch of the same kind.
-        price: `[N, L]` what a flip of the cell costs: swap of its weakest expert.
+        price: `[N, L]` float64, what a flip of the cell costs: swap of its weakest expert.
     """
 
     made: Synthetic
@@ -112,6 +112,9 @@ def executed(plan: ReplayPlan, trace: RouteTrace, native: RouteTrace, scores: np
 
     Returns:
         `[N, L, K]` int64: for a cell without a planned unit the native ids, in their order.
+
+    Raises:
+        ReplayError: without scores for a unit that needs them.
     """
     if scores is None and plan.unit != "token_layer":
         raise ReplayError(f"plan of unit {plan.unit}: expected live scores to fill up its sets, found none")
@@ -130,7 +133,7 @@ def executed(plan: ReplayPlan, trace: RouteTrace, native: RouteTrace, scores: np
 
 
 def execute(plan: ReplayPlan, world: World) -> np.ndarray:
-    """Executed ids `[N, L, K]` under a plan, the scores being what they are."""
+    """Executed ids `[N, L, K]` int64 under a plan of the world's rollout, its scores being what they are."""
     return executed(plan, world.made.rollout, world.made.native, world.made.scores)
 
 
@@ -158,8 +161,17 @@ def plan_row(plan: ReplayPlan, world: World) -> dict[str, float | None]:
 def synthetic_frontier(
     world: World, policies: Sequence[str], budgets: Sequence[str], unit: Unit = "token_layer"
 ) -> pd.DataFrame:
-    """A row a policy and budget: policy, budget, and plan_row. Policies that do not have the unit, or no matched budget, are
-    left out."""
+    """A row a policy and budget: policy, budget, and plan_row.
+
+    Args:
+        world: of `synthetic_world`.
+        policies: names; those that do not have the unit, or no matched budget, are left out.
+        budgets: shares β.
+        unit: what is counted and forced.
+
+    Raises:
+        ConfigError: for a policy that does not exist, or a budget outside [0, 1].
+    """
     rows = []
     for name in policies:
         policy = get_policy(name)

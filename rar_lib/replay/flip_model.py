@@ -42,6 +42,9 @@ class FlipModel:
             margins: `[N, L]` >= 0 of the live scores; cells of infinite margin, where nothing could flip, are left out.
             flipped: bool `[N, L]`, sets that differ.
             known: bool `[N, L]`, cells recorded on both sides.
+
+        Raises:
+            ReplayError: for a known margin that is negative or NaN.
         """
         use = known & np.isfinite(margins)
         bins = _bins(margins[use])
@@ -84,7 +87,11 @@ class FlipModel:
         return float(beta[0] - slope * CENTRES.mean()), float(slope)
 
     def probability(self, margins: np.ndarray) -> np.ndarray:
-        """P(flip) of margins of any shape, float64; 0 where the margin is infinite."""
+        """P(flip) of margins of any shape, float64; 0 where the margin is infinite.
+
+        Raises:
+            ReplayError: if nothing was seen, or for a margin that is negative.
+        """
         out = np.zeros(np.shape(margins))
         finite = np.isfinite(margins)
         if not finite.any():
@@ -95,7 +102,14 @@ class FlipModel:
         return out
 
     def calibration(self, groups: int = 10) -> pd.DataFrame:
-        """Predicted against observed flips in groups of about equally many cells, by predicted probability."""
+        """Predicted against observed flips in groups of about equally many cells, by predicted probability.
+
+        Returns:
+            A row a group: `cells`, `flips`, `expected` (flips), `predicted` and `observed` (shares of the cells).
+
+        Raises:
+            ReplayError: if nothing was seen.
+        """
         intercept, slope = self.coefficients()
         p = 1 / (1 + np.exp(-(intercept + slope * CENTRES)))
         table = pd.DataFrame({"predicted": p, "cells": self.cells, "flips": self.flips}).sort_values("predicted")

@@ -25,6 +25,10 @@ class Replaying:
     Attributes:
         forced_units: units of the plan that routers were given, since the context opened.
         changed_cells: (token, layer) cells whose executed set of experts differs from the router's live choice.
+
+    Raises:
+        ReplayError: if trace and model differ in experts, top-k or MoE layers, the plan is not of the trace, or
+            forces single experts of a router that chooses within groups.
     """
 
     def __init__(
@@ -173,7 +177,7 @@ class Replaying:
         known = recorded[:, 0] >= 0
         same = used[:, :, None] == recorded[:, None, :]  # [rows, executed slot, recorded slot]
         self._cells += int(known.sum())
-        self._kept += int(same[known].sum())
+        self._kept += int((same & known[:, None, None]).sum())
         if self._regret is not None:
             p = torch.from_numpy(router_probabilities(scores.double().cpu().numpy())).to(scores.device)
             chosen = p.gather(1, used)

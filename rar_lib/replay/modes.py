@@ -10,11 +10,8 @@ A mode is one line in the registry; the loop asks it what to replay and never wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
-
-from rar_lib.traces.trace import RouteTrace
 
 Source = Literal["rollout", "old"]
 
@@ -26,14 +23,6 @@ class Mode:
     name: str
     in_old_pass: Source | None
     in_updates: Source | None
-
-    def old_record(self, traces: Mapping[str, RouteTrace]) -> RouteTrace | None:
-        """The record to replay in the old-log-prob pass."""
-        return None if self.in_old_pass is None else traces[self.in_old_pass]
-
-    def update_record(self, traces: Mapping[str, RouteTrace]) -> RouteTrace | None:
-        """The record to replay in every update of the batch."""
-        return None if self.in_updates is None else traces[self.in_updates]
 
 
 MODES = {

@@ -86,7 +86,7 @@ class ReplayPlan:
             raise ReplayError("plan of unit bias: expected λ of 0 or more, found a negative or NaN")
 
     def select(self, trace: RouteTrace, sequences: Iterable[int]) -> tuple[RouteTrace, ReplayPlan]:
-        """Record and plan of some of the sequences."""
+        """Record and plan of some of the sequences, in the order given."""
         chosen = list(sequences)
         part = trace.select(chosen)
         rows = [np.arange(trace.offsets[i], trace.offsets[i + 1]) for i in chosen]

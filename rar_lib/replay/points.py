@@ -8,6 +8,8 @@ sigmoid and bias, groups, renormalisation, scaling. Megatron-Core asks for the s
 (`router_replay.get_replay_topk`), so its routers carry a SelectionPoint as their replay object.
 
 State belongs to the model and to open contexts, never to the process: two models cannot see each other's routes.
+
+One file: the point, the pick that it stands for and the contexts that open it hold each other's state.
 """
 
 from __future__ import annotations
@@ -115,6 +117,9 @@ class SelectionPoint:
 
         The backward pass of activation recompute runs the router again: it gets the ids of the forward pass, also
         where they were native and lie near a tie.
+
+        Raises:
+            ReplayError: if recompute cannot be matched with one forward.
         """
         if _in_backward():
             waiting = self._awaited
@@ -136,7 +141,11 @@ class SelectionPoint:
         return ids
 
     def unflatten(self, rows: torch.Tensor, num_sequences: int) -> torch.Tensor:
-        """Rows `[S * T, ...]` of a forward as `[S, T, ...]`; T is the point's part of the time axis."""
+        """Rows `[S * T, ...]` of a forward as `[S, T, ...]`; T is the point's part of the time axis.
+
+        Raises:
+            ReplayError: if the rows do not divide by the sequences.
+        """
         steps, rest = divmod(len(rows), num_sequences)
         if rest:
             raise ReplayError(f"layer {self.layer}: {len(rows)} rows do not divide by {num_sequences} sequences")
@@ -190,7 +199,7 @@ class SelectionPoint:
         return self.gated(*_gather(scores, values, native, self.select(scores, native)))
 
     def gated(self, values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and ids of a pick, the values replaced where recorded gates are replayed."""
+        """Values and ids `[rows, K]` of a pick, the values replaced where recorded gates are replayed."""
         for gates in self.gates:
             values = gates(self, values, ids)
         return values, ids
@@ -391,7 +400,11 @@ def find_points(model: torch.nn.Module) -> _TransformersPoints | _NativePoints:
 
 @contextmanager
 def selecting(model: torch.nn.Module, selectors: Sequence[Selector]) -> Iterator[list[SelectionPoint]]:
-    """Put one selector at each point of a model (in layer order); afterwards everything is as before."""
+    """Put one selector at each point of a model (in layer order); afterwards everything is as before.
+
+    Raises:
+        ReplayError: if there are more or fewer selectors than routers.
+    """
     found = find_points(model)
     if len(selectors) != len(found.points):
         raise ReplayError(f"{type(model).__name__}: {len(selectors)} selectors for {len(found.points)} routers")

@@ -58,6 +58,12 @@ def get_policy(name: str) -> Policy:
 def require_policy(name: str, unit: str, budget: float | str | Fraction | None, ratio: float | None = None) -> None:
     """Refuse what does not go together.
 
+    Args:
+        name: of the policy.
+        unit: what is counted and forced.
+        budget: β, a share; None for a policy without one.
+        ratio: of the policy threshold, and None for any other.
+
     Raises:
         ConfigError: for an unknown policy, a unit that it does not have, or a budget or ratio that is missing, needless or
             no share.

@@ -72,21 +72,22 @@ class Free(Policy, Protocol):
     """A policy that decides by itself how much it forces."""
 
     def plan(self, seen: Candidates, unit: Unit, share: Fraction | None) -> ReplayPlan:
-        """Its plan."""
+        """Its plan; `share` is β, None where the policy has no budget."""
 
 
 def spread(by_cell: np.ndarray, seen: Candidates, unit: Unit) -> np.ndarray:
-    """`[N, L]` priorities as they are for token_layer, repeated over the K slots for slot."""
+    """`[N, L]` priorities as they are for token_layer, repeated over the K slots, `[N, L, K]`, for slot."""
     return by_cell if unit == "token_layer" else np.repeat(by_cell[..., None], seen.trace.header.top_k, axis=-1)
 
 
 def valid_units(trace: RouteTrace, unit: Unit) -> np.ndarray:
+    """Units with a recorded route, bool: `[N, L]` for token_layer, `[N, L, K]` for slot."""
     recorded = trace.recorded
     return recorded if unit == "token_layer" else np.repeat(recorded[..., None], trace.header.top_k, axis=-1)
 
 
 def unit_cells(trace: RouteTrace, unit: Unit) -> np.ndarray:
-    """Index of the cell of each unit: layer * E + expert for slots, the layer for whole sets."""
+    """Index of the cell of each unit, int64: layer * E + expert `[N, L, K]` for slots, the layer `[N, L]` for sets."""
     layers = np.arange(trace.header.num_layers, dtype=np.int64)[None, :]
     if unit == "token_layer":
         return np.broadcast_to(layers, trace.experts.shape[:2])
@@ -94,6 +95,11 @@ def unit_cells(trace: RouteTrace, unit: Unit) -> np.ndarray:
 
 
 def native_of(seen: Candidates) -> RouteTrace:
+    """Routes of the planning pass.
+
+    Raises:
+        ReplayError: if there was none.
+    """
     if seen.native is None:
         raise ReplayError("the policy looks at the live choice, and no planning pass was given")
     return seen.native

@@ -13,7 +13,12 @@ from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
 
 
 def describe_routers(model: torch.nn.Module) -> TraceHeader:
-    """Header of a trace of this model: E, K and MoE layer numbers of its routers (source `old`); of the whole model on a pipeline stage."""
+    """Header of a trace of this model: E, K and MoE layer numbers of its routers (source `old`); of the whole model
+    on a pipeline stage.
+
+    Raises:
+        ReplayError: if routers differ in E or K, or the model has none whose pick can be intercepted.
+    """
     points = find_points(model).points
     first = points[0]
     odd = [p.layer for p in points if (p.num_experts, p.top_k) != (first.num_experts, first.top_k)]
@@ -31,7 +36,8 @@ class Recording:
     """Routes collected at the points of a model while its context is open.
 
     Attributes:
-        last: after `take`, what was kept beside the ids: `margins` `[S, T, L]`, `scores` `[S, T, L, E]`.
+        last: after `take`, what was kept beside the ids: `margins` `[S, T, L]`, `scores` `[S, T, L, E]`, in the
+            router's dtype.
     """
 
     def __init__(self, model: torch.nn.Module, *, margins: bool = False, scores: bool = False) -> None:
@@ -100,6 +106,9 @@ class Recording:
 
         A forward with filled `past_key_values` continues the sequences of the one before (decoding); any other begins new
         ones, which follow in the trace. Lengths come from `attention_mask` (left or right padding; none: no padding).
+
+        Raises:
+            ReplayError: if no forward was seen, or the mask does not fit the tokens.
         """
         if not self._inputs:
             raise ReplayError(

@@ -38,7 +38,7 @@ class Uniform:
     compares = False
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
-        """See the class."""
+        """Priorities, `[N, L]` or `[N, L, K]` float64; see the class."""
         trace = seen.trace
         keys = unit_keys(trace, seen.uids, seen.seed, "uniform/order", unit == "slot")
         valid, cells = valid_units(trace, unit), unit_cells(trace, unit)
@@ -60,7 +60,7 @@ class RandomRoute:
     compares = False
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
-        """See the class."""
+        """Priorities, `[N, L]` or `[N, L, K]` float64; see the class."""
         return uniform_from(unit_keys(seen.trace, seen.uids, seen.seed, f"random/{seen.batch}", unit == "slot"))
 
 
@@ -80,7 +80,7 @@ class RandomCell:
         self.resampled = resampled
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
-        """See the class."""
+        """Priorities, `[N, L, K]` float64; see the class."""
         start = hash_text(seen.seed, "random_cell", seen.batch if self.resampled else "fixed")
         return uniform_from(mix(unit_cells(seen.trace, unit).astype(np.uint64) ^ start))
 
@@ -94,7 +94,11 @@ class Margin:
     compares = False
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
-        """See the class."""
+        """Priorities, `[N, L]` or `[N, L, K]` float64; see the class.
+
+        Raises:
+            ReplayError: without a planning pass, or if it recorded no margins.
+        """
         native = native_of(seen)
         if native.margins is None:
             raise ReplayError("policy margin: the planning pass recorded no margins")
@@ -110,7 +114,7 @@ class Frequency:
     compares = False
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
-        """See the class."""
+        """Priorities, `[N, L]` or `[N, L, K]` float64; see the class."""
         cells, valid = unit_cells(seen.trace, "slot"), valid_units(seen.trace, "slot")
         count = np.bincount(cells[valid], minlength=seen.trace.header.num_layers * seen.trace.header.num_experts)
         use = count[cells].astype(np.float64)
@@ -129,7 +133,11 @@ class Disagree:
     compares = True
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
-        """See the class."""
+        """Priorities, `[N, L]` or `[N, L, K]` float64; see the class.
+
+        Raises:
+            ReplayError: without a planning pass.
+        """
         native = native_of(seen)
         alone = ~(seen.trace.experts[..., :, None] == native.experts[..., None, :]).any(-1)
         alone &= (seen.trace.recorded & native.recorded)[..., None]

@@ -39,7 +39,11 @@ class Fisher:
         self.order = order
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
-        """See the class."""
+        """Priorities, `[N, L]` or `[N, L, K]` float64; see the class.
+
+        Raises:
+            ReplayError: without a score, or for one of another shape, or with NaN or negative values.
+        """
         score = _score_of(seen)
         values = score.values
         if self.order == "permuted":
@@ -57,7 +61,7 @@ class Fisher:
 
 
 def permuted_within_layers(values: np.ndarray, seed: int, batch: int = 0) -> np.ndarray:
-    """`[L, E]` with the finite values of each layer exchanged by key; what is unscored stays where it is."""
+    """`[L, E]` with the finite values of each layer exchanged by a key of seed and batch; unscored cells stay so."""
     out = values.copy()
     for layer, row in enumerate(values):
         scored = np.flatnonzero(np.isfinite(row))
@@ -87,7 +91,11 @@ class Swap:
     compares = False
 
     def priority(self, seen: Candidates, unit: Unit) -> np.ndarray:
-        """See the class."""
+        """Priorities, `[N, L]` or `[N, L, K]` float64; see the class.
+
+        Raises:
+            ReplayError: without a planning pass, its signals of swap, or P(flip).
+        """
         native = native_of(seen)
         if seen.signals is None or seen.flips is None or seen.signals.gaps is None:
             raise ReplayError(
@@ -117,9 +125,13 @@ class Threshold:
     compares = True
 
     def plan(self, seen: Candidates, unit: Unit, share: Fraction | None) -> ReplayPlan:
-        """See the class."""
+        """A plan of unit slot; see the class.
+
+        Raises:
+            ReplayError: without a ratio, a planning pass, or its scores.
+        """
         native, scores = native_of(seen), _scores_of(seen)
-        trace, known = seen.trace, seen.trace.recorded & native_of(seen).recorded
+        trace, known = seen.trace, seen.trace.recorded & native.recorded
         if seen.ratio is None:
             raise ReplayError("policy threshold: expected a ratio, found none")
         if (scores[known] < 0).any():
@@ -145,7 +157,11 @@ class Bias:
     compares = True
 
     def plan(self, seen: Candidates, unit: Unit, share: Fraction | None) -> ReplayPlan:
-        """See the class."""
+        """A plan of unit bias, one λ for all cells; see the class.
+
+        Raises:
+            ReplayError: without a planning pass or its scores, or where no λ does it.
+        """
         native, scores = native_of(seen), _scores_of(seen)
         trace, known = seen.trace, seen.trace.recorded & native.recorded
         assert share is not None
@@ -165,6 +181,9 @@ def calibrate_bias(recorded: torch.Tensor, native: torch.Tensor, scores: torch.T
         recorded, native: `[rows, K]` int64 ids.
         scores: `[rows, E]` float32, as ranked.
         share: β.
+
+    Raises:
+        ReplayError: if no finite λ changes so many.
     """
     differ = ~(recorded[:, :, None] == native[:, None, :]).any(-1).all(-1)
     recorded, native, scores = recorded[differ], native[differ], scores[differ]

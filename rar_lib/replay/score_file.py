@@ -78,9 +78,9 @@ def _require(score: ExpertScore, layers: tuple[int, ...], path: Path) -> None:
             f"{path}: expected values and count of shape [layers, experts], found {shape} and {score.count.shape} for "
             f"layers {list(layers)}"
         )
-    bad = ~(score.values >= 0) & ~np.isneginf(score.values)
-    if bad.any():
-        row, expert = (int(i) for i in np.argwhere(bad)[0])
+    bad = score.first_bad()
+    if bad is not None:
+        row, expert = bad
         raise ConfigError(
             f"{path}: expected scores of 0 or more (-inf: unscored), found {score.values[row, expert]} at layer "
             f"{layers[row]}, expert {expert}"

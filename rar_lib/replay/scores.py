@@ -9,7 +9,8 @@ of the sequence's gradient is an unbiased estimate of the sum over its tokens (a
     param        squared norm of the route's part of ∂ℓ/∂θ_e (per-example norms, arXiv 1510.01799): exact where an expert
                  sees one token of a sequence, else without the terms between its tokens
     param_exact  squared norm of ∂ℓ/∂θ_e per sequence, between-token terms included: the reference for `param`
-    swap         [g_e (a_r - a_e)]², the first-order change of ℓ if the runner-up r took the place of e
+    swap         [g_e (a_r - a_e)]², the first-order change of ℓ if the runner-up r took the place of e, squared: KL is
+                 about half its mean
 
 u = ∂ℓ/∂y at the output of the experts, o_e an expert's output, a_e = <u, o_e> = ∂ℓ/∂g_e, g_e its gate.
 """
@@ -41,6 +42,9 @@ class SignalRequest:
             trainer's own distribution at the same contexts, which removes the mismatch between engines from the labels, though
             not from the contexts.
         seed: of the draw.
+
+    Raises:
+        ConfigError: for no estimator, or an unknown one.
     """
 
     estimators: frozenset[str]
@@ -84,7 +88,7 @@ class RouteSignals:
 
 
 def route_scores(signals: RouteSignals, estimator: Estimator) -> np.ndarray:
-    """The per-route quantity q, `[N, L, K]` float64, >= 0.
+    """The per-route quantity q, `[N, L, K]` float64, >= 0; `gate` and `swap` in nats squared.
 
     Raises:
         ReplayError: if the signals that it needs were not captured; for `param_exact`, which is not a sum over routes.
@@ -126,7 +130,11 @@ class ScoreSums:
     tokens: float
 
     def decayed_with(self, new: ScoreSums, decay: float) -> ScoreSums:
-        """decay · self + (1 - decay) · new, N and C apart; the division comes after."""
+        """decay · self + (1 - decay) · new, N and C apart; the division comes after.
+
+        Raises:
+            ConfigError: for a decay outside [0, 1).
+        """
         if not 0 <= decay < 1:
             raise ConfigError(f"score.ema: expected a share from 0 to below 1, found {decay}")
         parts = ((getattr(self, f), getattr(new, f)) for f in ("mass", "count", "tokens"))
@@ -195,6 +203,11 @@ class ExpertScore:
         """Cells without a route."""
         return int(np.isneginf(self.values).sum())
 
+    def first_bad(self) -> tuple[int, int] | None:
+        """Row and expert of the first value that no score has: NaN, or below 0 and not -inf. None if there is none."""
+        bad = np.argwhere(~(self.values >= 0) & ~np.isneginf(self.values))
+        return (int(bad[0, 0]), int(bad[0, 1])) if len(bad) else None
+
     def require(self, trace: RouteTrace) -> None:
         """Refuse a score of another shape, or with NaN or negative values.
 
@@ -206,9 +219,9 @@ class ExpertScore:
             raise ReplayError(
                 f"score {self.id}: expected shape {expected} (layers, experts), found {self.values.shape}"
             )
-        bad = ~(self.values >= 0) & ~np.isneginf(self.values)
-        if bad.any():
-            layer, expert = (int(i) for i in np.argwhere(bad)[0])
+        bad = self.first_bad()
+        if bad is not None:
+            layer, expert = bad
             raise ReplayError(
                 f"score {self.id}: expected values of 0 or more, found {self.values[layer, expert]} at layer "
                 f"{trace.header.moe_layers[layer]}, expert {expert}"
@@ -216,10 +229,18 @@ class ExpertScore:
 
 
 def aggregate(sums: ScoreSums, aggregation: Aggregation, shrinkage: float = 32.0) -> np.ndarray:
-    """`[L, E]` from N and C; -inf where C is 0.
+    """`[L, E]` float64 from N and C; -inf where C is 0.
 
     mass N; per_route and gate_free N/C (for gate_free, N is of q/g²); shrunk (N + κ·layer mean)/(C + κ), the layer mean
     being ΣN/ΣC, so that a cell of few routes says little.
+
+    Args:
+        sums: N and C.
+        aggregation: one of AGGREGATIONS.
+        shrinkage: κ, in routes.
+
+    Raises:
+        ConfigError: for an unknown aggregation.
     """
     mass, count = sums.mass, sums.count
     if aggregation == "mass":
@@ -243,6 +264,12 @@ def score_sums(
     sequences: np.ndarray | None = None,
 ) -> ScoreSums:
     """N and C of an estimator on one pass; for gate_free, N is of q/g².
+
+    Args:
+        signals: of the pass.
+        trace: its native routes.
+        estimator, aggregation: what is summed.
+        sequences: bool `[S]`, the sequences to take; all by default.
 
     Raises:
         ReplayError: see cell_sums; gate_free refuses a gate of exactly 0, and a norm per sequence.
@@ -300,7 +327,12 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def stability(first: np.ndarray, second: np.ndarray, *, permutations: int = 200, seed: int = 0) -> Stability:
-    """Split-half agreement of two `[L, E]` scores beside its within-layer permutation null."""
+    """Split-half agreement beside its within-layer permutation null.
+
+    Args:
+        first, second: `[L, E]` scores of the halves, -inf where unscored.
+        permutations, seed: of the null.
+    """
     rng = np.random.default_rng(seed)
     null = [rank_agreement(first, rng.permuted(second, axis=1)) for _ in range(permutations)]
     drawn = [value for value in null if value is not None]
@@ -329,6 +361,10 @@ def expert_score(
         shrinkage: κ of `shrunk`, in routes.
         groups: `[S]` the prompt of each sequence; with it, stability is measured between two halves of the prompts.
         seed: of the halves and the null.
+
+    Raises:
+        ReplayError: as `score_sums`.
+        ConfigError: for an unknown aggregation.
     """
     sums = score_sums(signals, trace, estimator, aggregation)
     found = None

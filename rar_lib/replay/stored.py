@@ -15,7 +15,14 @@ from rar_lib.errors import RarError
 
 
 def write_stored(path: Path, key: str, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Path:
-    """Write beside and rename; what is there is replaced. `key` names the facts in the metadata."""
+    """Write beside and rename; what is there is replaced.
+
+    Args:
+        path: of the file.
+        key: names the facts in the metadata.
+        facts: values that JSON can hold.
+        arrays: by name, each of any shape.
+    """
     partial = path.with_name(path.name + ".partial")
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, partial,
               metadata={key: json.dumps(facts, sort_keys=True)})  # fmt: skip
@@ -24,13 +31,16 @@ def write_stored(path: Path, key: str, facts: Mapping[str, Any], arrays: Mapping
 
 
 def read_stored(path: Path, key: str, what: str, error: type[RarError]) -> tuple[Any, dict[str, np.ndarray]]:
-    """The facts, None where the file has none under this key, and the arrays.
+    """The facts, None where the file has none under this key, and the arrays by name, each of any shape.
 
     Args:
         path: of the file.
         key: of the facts.
         what: is expected there, for messages.
         error: what to raise for a file that is not there or no safetensors.
+
+    Raises:
+        RarError: of the kind that was asked for.
     """
     try:
         with safe_open(path, framework="numpy") as file:

@@ -41,8 +41,8 @@ class Lesson:
 
     Attributes:
         algorithm: objective, anchor, corrections.
-        logp_rollout, logp_old: `[S, T]` in nats, 0 outside the mask.
-        advantages: `[S]`.
+        logp_rollout, logp_old: `[S, T]` float32 in nats, 0 outside the mask.
+        advantages: `[S]` float32.
         mask: `[S, T]` bool, response tokens.
         old_routes: routes that the old pass executed, with scores; only for corrections that look at routers.
     """
@@ -102,8 +102,9 @@ class ShareObjective:
         advantages: `[n]`.
         logp_rollout, anchor: `[n, T]` in nats.
         weight: `[n, T]` importance weights, or None.
-        scale: `[n, T]`, see `_scale`.
-        routers: of the old pass, see `Lesson._old_routers`.
+        scale: `[n, T]`, turns the mean over all response tokens of the update into the objective's own mean.
+        routers: of the old pass: probabilities `[n, T, L, E]` float64, executed ids `[n, T, L, K]` int64, and whether
+            a token was routed in every layer `[n, T]` bool; None without RSPO.
     """
 
     algorithm: AlgorithmConfig

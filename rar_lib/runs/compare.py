@@ -96,7 +96,7 @@ def paired_table(groups: Mapping[str, Sequence[RunResult]]) -> pd.DataFrame:
 
 
 def worst_noise_floor(runs: Sequence[RunResult]) -> float | None:
-    """The largest k3 that an engine of these runs showed against itself; None if none was measured."""
+    """The largest k3 (nats a token) that an engine of these runs showed against itself; None if none was measured."""
     return _largest(*(run.summary[f"noise_floor_{part}"] for run in runs for part in ("rollout", "trainer")))
 
 
@@ -131,6 +131,9 @@ def step_table(runs: Sequence[RunResult], columns: dict[str, str]) -> pd.DataFra
 
     Returns:
         policy, seed, step, quantity, value; steps where it was not measured are absent.
+
+    Raises:
+        ConfigError: if none of the columns was measured in any run.
     """
     parts = [
         pd.DataFrame(
@@ -146,11 +149,19 @@ def step_table(runs: Sequence[RunResult], columns: dict[str, str]) -> pd.DataFra
         for column, name in columns.items()
         if column in run.metrics
     ]
+    if not parts:
+        raise ConfigError(
+            f"steps: expected one of {', '.join(columns)} among the metrics of {len(runs)} runs, found none of them"
+        )
     return pd.concat(parts, ignore_index=True).dropna(subset=["value"])
 
 
 def layer_flip_table(runs: Sequence[RunResult]) -> pd.DataFrame:
-    """Tidy: router flips of the rollout against a native forward: policy, seed, step, layer, value."""
+    """Tidy: router flips of the rollout against a native forward: policy, seed, step, layer, value (share of the layer's cells).
+
+    Raises:
+        ConfigError: if no run measured them.
+    """
     prefix = "agreement/rollout_native/router_flip/layer_"
     parts = [
         pd.DataFrame(

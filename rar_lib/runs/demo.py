@@ -11,12 +11,12 @@ from pathlib import Path
 import pandas as pd
 from tqdm.auto import tqdm
 
-from rar_lib.checkpoint import DATA_DIR
 from rar_lib.engines.session import available
 from rar_lib.errors import EngineError
+from rar_lib.runs.notebook import NOTEBOOKS
 from rar_lib.runs.registry import find
 
-NOTEBOOK = DATA_DIR.parent / "notebooks" / "01_quickstart.ipynb"
+NOTEBOOK = NOTEBOOKS / "01_quickstart.ipynb"
 WATCH_SECONDS = 10.0
 
 

@@ -30,7 +30,6 @@ from rar_lib.runs.files import human
 from rar_lib.runs.point import Record, Task, end_process, execute, record_failure
 
 SHARE = 0.9  # of the memory that is free at the start; the rest is left to the machine
-logger = logging.getLogger("rar")
 
 
 @dataclass(frozen=True)

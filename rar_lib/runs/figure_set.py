@@ -96,7 +96,16 @@ def figure_set(sources: Sources, width: float | None = None) -> Iterator[tuple[s
 
 
 def draw_all(paths: Sequence[Path], out: Path, width: float | None = None) -> tuple[list[Path], dict[str, str]]:
-    """Draw and save the set; returns the PNG files and the reasons of what was not drawn."""
+    """Draw and save the set; returns the PNG files, and by name the reasons of what was not drawn.
+
+    Args:
+        paths: run folders, studies and frontiers.
+        out: folder for PNG, SVG and CSV of each figure.
+        width: inches of every figure, by default what suits each.
+
+    Raises:
+        ConfigError: for a folder that is none of these.
+    """
     files, reasons = [], {}
     for name, drawn in figure_set(read_sources(paths), width):
         if isinstance(drawn, str):
@@ -194,7 +203,16 @@ def _of_runs(runs: list[RunResult], size: dict[str, Any]) -> dict[str, Callable[
 def study_figures(
     study: Study, size: dict[str, Any], baseline: str | None = "none", missing: Literal["refuse", "drop"] = "refuse"
 ) -> dict[str, Callable[[], Drawn]]:
-    """What can be drawn of a study: rewards, KL, and differences from a baseline if there is one (studies.comparison)."""
+    """What can be drawn of a study, by name: rewards, KL, and differences from a baseline if there is one (studies.comparison).
+
+    Args:
+        study: what to draw.
+        size: keywords of every figure function, such as width.
+        baseline, missing: as for studies.comparison.
+
+    Returns:
+        Functions that draw; each raises ConfigError where the study lacks what its figure shows.
+    """
     steps = study.steps.rename(columns={"reward/mean": "value"})[["policy", "seed", "step", "value"]]
 
     def rewards() -> Drawn:

@@ -25,7 +25,7 @@ STEP = 0.05
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write beside, then rename. NaN and infinity are refused."""
+    """Write beside, then rename. NaN and infinity are refused (ValueError)."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -49,7 +49,7 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Bring a file, or a folder of files, to the disk and give it its name."""
+    """Bring a file, or a folder of files, to the disk and give it its name, in place of a file that had it."""
     for path in sorted(partial.rglob("*")) if partial.is_dir() else []:
         _flush(path)
     _flush(partial)

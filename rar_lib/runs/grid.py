@@ -19,11 +19,8 @@ checkpoint and task, and the library version. Two combinations that compute the 
 
 from __future__ import annotations
 
-import ast
 import difflib
-import hashlib
 import itertools
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -35,17 +32,18 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator
 
 import rar_lib
-from rar_lib.checkpoint import DATA_DIR, digest_checkpoint, resolve_checkpoint, router_header
-from rar_lib.config import FLAT_NAMES, JobConfig, explain
+from rar_lib.checkpoint import digest_checkpoint, resolve_checkpoint, router_header
+from rar_lib.config import JobConfig, explain
+from rar_lib.config_keys import FLAT_NAMES
 from rar_lib.engines.session import available, resolve_engines
 from rar_lib.errors import ConfigError, RarError
 from rar_lib.planner import Planner
+from rar_lib.runs.notebook import Notebook, find_notebook
 from rar_lib.runs.result import label_of
 from rar_lib.runs.store import identity, run_id, short_digest
 from rar_lib.summary import settings
 from rar_lib.tasks import Task
 
-NOTEBOOKS = DATA_DIR.parent / "notebooks"
 PLACES = ("runs_dir", "out_dir")  # the sweep says where a point writes
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 TYPES = {"str": str, "int": int, "float": float, "bool": bool}
@@ -190,7 +188,7 @@ def points_of(grid: Grid, is_left: Callable[[Point], bool] = lambda point: True)
             a model or engine that is not there.
     """
     notebook = find_notebook(grid.notebook)
-    read = _Notebook.read(notebook)
+    read = Notebook.read(notebook)
     known = read.parameters()
     faults = list(_faults_of_axes(grid, known))
     sound = _without(grid, {name for name, _ in faults})
@@ -227,91 +225,6 @@ def points_of(grid: Grid, is_left: Callable[[Point], bool] = lambda point: True)
         ]
         raise ConfigError("\n".join(lines))
     return list(found.values())
-
-
-# ---------------------------------------------------------------- the notebook
-
-
-def find_notebook(name: str) -> Path:
-    """A notebook given by path, or by the name of one that ships.
-
-    Raises:
-        ConfigError: names those that ship.
-    """
-    for path in (Path(name), NOTEBOOKS / f"{name}.ipynb"):
-        if path.suffix == ".ipynb" and path.is_file():
-            return path.resolve()
-    shipped = ", ".join(sorted(p.stem for p in NOTEBOOKS.glob("*.ipynb")))
-    raise ConfigError(f"notebook: expected a file, or one of {shipped}; found {name!r}")
-
-
-@dataclass(frozen=True)
-class _Notebook:
-    """A notebook as it was read, once."""
-
-    path: Path
-    source: str
-    cells: list[dict[str, Any]]
-
-    @classmethod
-    def read(cls, path: Path) -> _Notebook:
-        """Read, and take the outputs away.
-
-        Raises:
-            ConfigError: for a file that is no notebook.
-        """
-        try:
-            tree = json.loads(path.read_text())
-            for cell in tree["cells"]:
-                cell["source"] = "".join(cell["source"])
-                tags = cell.setdefault("metadata", {}).get("tags", [])
-                cell["tagged"] = cell["cell_type"] == "code" and "parameters" in tags
-                if cell["cell_type"] == "code":
-                    cell |= {"outputs": [], "execution_count": None}
-            code = [cell for cell in tree["cells"] if cell["cell_type"] == "code"]
-            tree["metadata"].pop("widgets", None)
-            bare = [{k: v for k, v in cell.items() if k != "tagged"} for cell in tree["cells"]]
-            return cls(path, json.dumps({**tree, "cells": bare}), code)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"notebook {path}: cannot be read: {type(error).__name__}: {error}") from None
-
-    def parameters(self) -> dict[str, tuple[str, Any]]:
-        """name -> (type, default) of the parameters cell: `name: type = value`, as papermill reads it.
-
-        Raises:
-            ConfigError: if there is no such cell, or a line of it is something else.
-        """
-        cells = [cell for cell in self.cells if cell["tagged"]]
-        if len(cells) != 1:
-            raise ConfigError(f"notebook {self.path}: expected one cell tagged 'parameters', found {len(cells)}")
-        found = {}
-        for line in cells[0]["source"].splitlines():
-            if not line.strip() or line.lstrip().startswith("#"):
-                continue
-            match = re.fullmatch(r"(\w+): (str|int|float|bool) = (.+)", line)
-            try:
-                if match is None:
-                    raise ValueError
-                found[match[1]] = (match[2], ast.literal_eval(match[3]))
-            except (ValueError, SyntaxError):
-                raise ConfigError(
-                    f"notebook {self.path}: parameters: expected `name: type = value` with str, int, float or bool, found {line}"
-                ) from None
-        return found
-
-    def digest(self) -> str:
-        """Of the code but for the parameters, whose values count by themselves. Texts and outputs do not count."""
-        code = [cell["source"] for cell in self.cells if not cell["tagged"]]
-        return hashlib.sha256(json.dumps(code).encode()).hexdigest()
-
-
-def parameters_of(notebook: Path) -> dict[str, tuple[str, Any]]:
-    """name -> (type, default) of a notebook's parameters cell.
-
-    Raises:
-        ConfigError: for a file that is no notebook, or has no such cell.
-    """
-    return _Notebook.read(notebook).parameters()
 
 
 # ---------------------------------------------------------------- axes
@@ -404,7 +317,7 @@ def _combinations(grid: Grid) -> Iterator[tuple[str | None, dict[str, Any]]]:
 class _Builder:
     """Makes points; what is slow to find out is found out once."""
 
-    def __init__(self, notebook: _Notebook) -> None:
+    def __init__(self, notebook: Notebook) -> None:
         self._notebook, self._code = notebook, notebook.digest()
         names = set(notebook.parameters())
         self._flat = names & set(FLAT_NAMES) if "engine" in names else set[str]()  # it runs jobs, or it does not

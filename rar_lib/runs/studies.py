@@ -7,7 +7,7 @@ and a bound that was written down before, so that it holds, does not hold, or ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -50,7 +50,7 @@ class Study:
 
     @classmethod
     def read(cls, folder: Path) -> Study:
-        """From its folder.
+        """From its folder; `name` is that of the folder.
 
         Raises:
             ConfigError: if it is not one.
@@ -61,7 +61,13 @@ class Study:
 
     @classmethod
     def of_runs(cls, name: str, runs: Sequence[RunResult], policies: Sequence[str]) -> Study:
-        """Gathered from complete runs, under the names that each is given."""
+        """Gathered from complete runs.
+
+        Args:
+            name: of the study.
+            runs: complete runs.
+            policies: what each run is called, in the same order.
+        """
         rows, steps = [], []
         for run, policy in zip(runs, policies, strict=True):
             algorithm = run.config["algorithm"]
@@ -89,8 +95,7 @@ class Study:
         return Study(self.name, runs, steps)
 
 
-# quantity -> (label, from the logarithm?, value of a run)
-Value = Callable[[pd.DataFrame, pd.DataFrame], pd.Series]
+# quantity -> (label, compared by its logarithm?)
 QUANTITIES: dict[str, tuple[str, bool]] = {
     "reward": ("reward, last quarter of the steps", False),
     "evaluation_last": ("reward served on held-out prompts", False),
@@ -99,6 +104,8 @@ QUANTITIES: dict[str, tuple[str, bool]] = {
     "ratio_max": ("largest ratio old/rollout", True),
     "grad_norm": ("gradient norm", True),
 }
+FORMS = {"reward": ".3f", "evaluation_last": ".3f", "k3_rollout_old": ".2e", "extreme_fraction_tau2": ".1e", "ratio_max": ".1f",
+         "grad_norm": ".2f"}  # fmt: skip
 
 
 def values_of(study: Study) -> pd.DataFrame:
@@ -124,11 +131,19 @@ def values_of(study: Study) -> pd.DataFrame:
 
 
 def comparison(study: Study, baseline: str = "none", *, missing: Literal["refuse", "drop"] = "refuse") -> pd.DataFrame:
-    """Every policy against a baseline in every quantity; `missing` seeds are refused, or dropped with their pair.
+    """Every policy against a baseline in every quantity: paired by seed, Student's 95 % interval, Holm over the policies.
+
+    Args:
+        study: its runs.
+        baseline: name of a policy.
+        missing: seeds that a policy or the baseline lacks are refused, or dropped with their pair.
 
     Returns:
         quantity, policy, n, mean, baseline_mean, difference, low, high (of natural logs where the quantity is compared by factors),
-        p, p_holm, verdict: a row a quantity and policy.
+        p, p_holm, verdict, log (whether it is): a row a quantity and policy.
+
+    Raises:
+        ConfigError: for a baseline that is not there, or seeds that have no pair; names study and quantity.
     """
     table, parts = values_of(study), []
     for quantity, (_, log) in QUANTITIES.items():
@@ -148,8 +163,6 @@ def comparison_table(study: Study, baseline: str = "none") -> pd.DataFrame:
     """
     found, table = comparison(study, baseline), values_of(study)
     sign = {"higher": " ↑", "lower": " ↓", "does not differ": "", "cannot be told": " ?"}
-    forms = {"reward": ".3f", "evaluation_last": ".3f", "k3_rollout_old": ".2e", "extreme_fraction_tau2": ".1e", "ratio_max": ".1f",
-             "grad_norm": ".2f"}  # fmt: skip
     rows = []
     for policy in table["policy"].drop_duplicates():
         row = {"policy": policy}
@@ -157,7 +170,7 @@ def comparison_table(study: Study, baseline: str = "none") -> pd.DataFrame:
             mean = table.loc[table["policy"] == policy, quantity].mean()
             here = found[(found["policy"] == policy) & (found["quantity"] == quantity)]
             mark = sign[here["verdict"].iloc[0]] if len(here) else ""
-            row[label] = f"{mean:{forms[quantity]}}{mark}"
+            row[label] = f"{mean:{FORMS[quantity]}}{mark}"
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -187,7 +200,13 @@ class Claim:
 
 
 def decide(value: dict[str, float | int | None], bound: float, side: str) -> str:
-    """`holds` if the whole interval lies on the claimed side of the bound, `does not hold` if it lies on the other."""
+    """`holds` if the whole interval lies on the claimed side of the bound, `does not hold` if it lies on the other.
+
+    Args:
+        value: with `low` and `high`; None cannot be told.
+        bound: that the number must not pass.
+        side: `below` or `above`.
+    """
     low, high = value["low"], value["high"]
     if low is None or high is None:
         return "cannot be told"
@@ -234,6 +253,9 @@ def claims(remedies: Study, staleness: Study, rates: Study) -> list[Claim]:
         remedies: none and R3 among its policies, at one setting.
         staleness: none, R2 and R3 at several updates_per_batch, 1 among them.
         rates: none and R3 at several learning rates.
+
+    Raises:
+        ConfigError: if none or R3 is missing at a seed and number of updates of `staleness`.
     """
     found = []
 

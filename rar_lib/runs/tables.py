@@ -63,12 +63,20 @@ def require_distinct(runs: Sequence[RunResult]) -> None:
 
 
 def reward_table(runs: Sequence[RunResult]) -> pd.DataFrame:
-    """policy, seed, step, value: mean reward of the sampled batches."""
+    """policy, seed, step, value: mean reward of the sampled batches.
+
+    Raises:
+        ConfigError: if two runs are of one name and seed, or none has a step.
+    """
     return _column(runs, "reward/mean")
 
 
 def held_out_table(runs: Sequence[RunResult]) -> pd.DataFrame:
-    """policy, seed, step, value: reward served on held-out prompts after `step` steps, the start and the end among them."""
+    """policy, seed, step, value: reward served on held-out prompts after `step` steps, the start and the end among them.
+
+    Raises:
+        ConfigError: if no run has held-out prompts.
+    """
     rows = []
     for run in runs:
         summary = run.summary
@@ -86,14 +94,15 @@ def held_out_table(runs: Sequence[RunResult]) -> pd.DataFrame:
 
 
 def kl_table(runs: Sequence[RunResult]) -> pd.DataFrame:
-    """policy, seed, value: k3 (rollout/old) of each run, the mean over its tokens; where it is 0, as re-scored samples have it, left out."""
+    """policy, seed, value: k3 (rollout/old) of each run in nats, the mean over its tokens; where it is 0, as re-scored samples have it,
+    left out."""
     require_distinct(runs)
     rows = [{"policy": r.label, "seed": r.summary["seed"], "value": r.summary["k3_rollout_old"]} for r in runs]
     return pd.DataFrame([row for row in rows if row["value"]], columns=["policy", "seed", "value"])
 
 
 def token_table(runs: Sequence[RunResult]) -> pd.DataFrame:
-    """policy, seed, step, prompt, logp_rollout, logp_train, flipped: single tokens of the kept steps.
+    """policy, seed, step, prompt, logp_rollout, logp_train (nats), flipped (in some layer): single tokens of the kept steps.
 
     Of one run its tokens scored under none and under R3, and under its own policy if that is another; of several runs each under its
     own policy, in its old pass.
@@ -128,9 +137,13 @@ def token_table(runs: Sequence[RunResult]) -> pd.DataFrame:
 
 
 def extreme_table(tokens: pd.DataFrame, *, seed: int = 0, resamples: int = 500) -> pd.DataFrame:
-    """policy, tau, fraction, low, high: F(τ) of the token_table, with a 95 % bootstrap over prompts.
+    """policy, tau, fraction, low, high: F(τ) (arXiv 2510.11370) of the token_table, with a 95 % bootstrap over prompts.
 
     A prompt of one seed and step is one cluster, whatever the run: its answers are alike, and runs of one seed begin with the same tokens.
+
+    Args:
+        tokens: as token_table gives them.
+        seed, resamples: of the bootstrap.
     """
     rows = []
     for policy, part in tokens.groupby("policy", sort=False):
@@ -151,10 +164,16 @@ def margin_table(
 ) -> tuple[pd.DataFrame, float | None]:
     """margin, flips, low, high, cells: share of flips in groups of equal size by the trainer's native margin; and the AUC.
 
-    The interval is a 95 % bootstrap over prompts.
+    The interval is a 95 % bootstrap over prompts; the AUC is of small margins against flips, None if all or no cells flip.
+
+    Args:
+        run: that kept traces.
+        step: whose traces, by default the last that were kept.
+        groups: of cells.
+        seed, resamples: of the bootstrap.
 
     Raises:
-        ConfigError: if the traces carry no margins.
+        ConfigError: if no traces of the step were kept, or they carry no margins.
     """
     _, rollout, native = traces(run, step)
     if native.margins is None:
@@ -195,7 +214,7 @@ def load_pair(run: RunResult) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
 
 
 def load_pair_table(before: np.ndarray, after: np.ndarray, layers: Sequence[int]) -> pd.DataFrame:
-    """layer, expert, before, after: what the load maps show."""
+    """layer, expert, before, after: what the load maps show, from loads `[L, E]` and the L layer numbers."""
     experts = before.shape[1]
     return pd.DataFrame(
         {"layer": np.repeat(layers, experts), "expert": np.tile(np.arange(experts), len(layers)), "before": before.ravel(),
@@ -204,7 +223,8 @@ def load_pair_table(before: np.ndarray, after: np.ndarray, layers: Sequence[int]
 
 
 def drift_tables(run: RunResult) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """step, layer, value (share of the probe's cells that moved since the start); and step, gamma_p50, gamma_p10, gamma_p1.
+    """step, layer, value (share of the probe's cells that moved since the start); and step, gamma_p50, gamma_p10, gamma_p1 (RSPO's γ of a
+    step, see probe.py).
 
     Raises:
         ConfigError: if the run kept no probe.
@@ -220,7 +240,14 @@ def drift_tables(run: RunResult) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def depth_table(run: RunResult, step: int | None = None, *, seed: int = 0) -> tuple[pd.DataFrame, float | None]:
-    """layers, observed, independent, permuted: shares of tokens by number of flipped layers; and the dispersion."""
+    """layers, observed, independent, permuted: shares of tokens by number of flipped layers; and the dispersion.
+
+    `independent` is the Poisson-binomial of the layers' own rates, `permuted` the mean of 50 permutations of the tokens within each layer;
+    only tokens that are recorded in every layer count.
+
+    Raises:
+        ConfigError: if there is no such token, or no traces of the step were kept.
+    """
     _, rollout, native = traces(run, step)
     compared = agreement(rollout, native)
     flips = compared.flipped[compared.full_rows]
@@ -239,7 +266,12 @@ def depth_table(run: RunResult, step: int | None = None, *, seed: int = 0) -> tu
 
 
 def flow_table(a: RouteTrace, b: RouteTrace, layer: int | None = None) -> tuple[int, pd.DataFrame]:
-    """source, target, share (of the layer's known cells) of every exchange from A to B in one layer, by default the busiest."""
+    """The layer's number, and source, target, share of every exchange of an expert from A to B in it (metrics.agreement.churn_matrix).
+
+    Args:
+        a, b: records of the same tokens.
+        layer: transformer layer number, by default that with the most exchanges.
+    """
     churn = churn_matrix(a, b)
     numbers = a.header.moe_layers
     place = int(churn.sum((1, 2)).argmax()) if layer is None else numbers.index(layer)

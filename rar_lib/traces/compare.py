@@ -53,6 +53,9 @@ def compare(
 
     Returns:
         A Comparison; without a valid certificate it holds the reasons (NOT_COMPARABLE) and no numbers.
+
+    Raises:
+        TraceError: on an unknown kind or check.
     """
     certificate = certify(a, b, kind, asserting=asserting)
     comparable = {c.name: c.state for c in certificate.checks}

@@ -210,7 +210,7 @@ def _dump_report(dump: Dump, shape: ModelShape | None, payload_layers: tuple[int
     empty = [i for i, sample in enumerate(dump.samples) if sample.experts is None and sample.tokens > 1]
     tally.unplaced += sum((dump.samples[i].tokens - 1) * len(layout) for i in empty)
     if shape is not None and dump.dense_rows == "zeros" and not tally.dead:
-        found += _dense_layers(routed, layout, shape)
+        found += _dense_layers(routed, layout)
     if empty:
         found.append(
             verdict(
@@ -245,9 +245,7 @@ def _dump_report(dump: Dump, shape: ModelShape | None, payload_layers: tuple[int
     return Report(dump.path, {**facts, **tally.facts(), **without, **_logprob_facts(dump)}, tuple(merged(found)))
 
 
-def _dense_layers(
-    routed: list[tuple[int, Sample, np.ndarray]], layout: tuple[int, ...], shape: ModelShape
-) -> list[Verdict]:
+def _dense_layers(routed: list[tuple[int, Sample, np.ndarray]], layout: tuple[int, ...]) -> list[Verdict]:
     """Positions that the config calls dense, and that hold routes all the same."""
     length = routed[0][2].shape[1]
     others = [p for p in range(length) if p not in layout]

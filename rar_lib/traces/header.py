@@ -23,7 +23,14 @@ class Status(IntEnum):
 
 
 class TraceHeader(BaseModel):
-    """What the numbers of a trace mean. Frozen; unknown fields are refused."""
+    """What the numbers of a trace mean. Frozen; unknown fields are refused.
+
+    `source` is the pass that was recorded: the rollout, the trainer's old-log-prob pass or one inside an update.
+    `sampling` holds the rollout's settings, for people.
+
+    Raises:
+        ValidationError: (pydantic's, a ValueError) for K above E, layers that do not rise, or another schema.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,11 +60,16 @@ class TraceHeader(BaseModel):
 
     @property
     def num_layers(self) -> int:
+        """L, the number of MoE layers."""
         return len(self.moe_layers)
 
 
 def id_dtype(num_experts: int) -> np.dtype:
-    """The smallest unsigned type that holds `num_experts - 1`."""
+    """The smallest unsigned type that holds `num_experts - 1`.
+
+    Raises:
+        TraceError: if 32 bits do not.
+    """
     for dtype in (np.uint8, np.uint16, np.uint32):
         if num_experts - 1 <= np.iinfo(dtype).max:
             return np.dtype(dtype)
@@ -65,7 +77,15 @@ def id_dtype(num_experts: int) -> np.dtype:
 
 
 def digest_tokens(token_ids: np.ndarray, offsets: np.ndarray) -> str:
-    """SHA-256 over the lengths and ids of a packed batch, whatever integer type they are kept in."""
+    """SHA-256 over the offsets and ids of a packed batch, whatever integer type they are kept in.
+
+    Args:
+        token_ids: `[N]`, sequences one after another.
+        offsets: `[S + 1]` where each sequence begins, and N.
+
+    Returns:
+        64 hexadecimal digits.
+    """
     sha = hashlib.sha256()
     for part in (offsets, token_ids):
         sha.update(np.ascontiguousarray(part, dtype="<i8").tobytes())

@@ -48,6 +48,8 @@ def moe_layer_numbers(config: Any) -> tuple[int, ...]:
     total = get("num_hidden_layers")
     if total is None:
         raise TraceError("config: expected `num_hidden_layers`, not found")
+    if not isinstance(total, int):
+        raise TraceError(f"config: num_hidden_layers: expected an integer, found {total!r:.60}")
     layers = range(total)
     kinds = get("mlp_layer_types")
     if kinds:
@@ -97,6 +99,9 @@ class ModelShape:
         moe_layers: transformer layer numbers (from 0) of the MoE layers.
         num_layers: all transformer layers; None where only the MoE layers are known.
         model_id: a name to show.
+
+    Raises:
+        TraceError: for K outside 1..E, or layer numbers that do not rise or lie beyond `num_layers`.
     """
 
     num_experts: int

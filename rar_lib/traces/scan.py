@@ -16,7 +16,7 @@ from rar_lib.traces.blocks import by_slot
 
 @dataclass(frozen=True)
 class Cells:
-    """Bool masks over cells, all of one shape.
+    """What each of the cells of `[..., K]` ids holds: bool `[...]`, and `top`.
 
     Attributes:
         zero: every slot is 0, and K >= 2.
@@ -25,7 +25,7 @@ class Cells:
         beyond: some slot is E or more (never, where E is unknown).
         twice: an expert is named twice (zero and empty rows aside).
         ramp: the slots are 0, 1, ... K - 1 in this order (K >= 2): what filler looks like.
-        top: the largest id.
+        top: the largest id, in the type of the ids.
     """
 
     zero: np.ndarray
@@ -38,7 +38,7 @@ class Cells:
 
     @property
     def nothing(self) -> np.ndarray:
-        """Cells in which nothing was written."""
+        """Bool `[...]`: cells in which nothing was written."""
         return self.empty | self.zero
 
 

@@ -33,8 +33,8 @@ class Member:
 
     Attributes:
         name: of the sequence.
-        tokens: `[T]` ids.
-        ids: `[T, L, K]` routes.
+        tokens: `[T]` token ids, integers.
+        ids: `[T, L, K]` routes, integers.
         known: `[T, L]` bool, recorded.
         versions: `[T]` weight versions, or None.
     """

@@ -19,8 +19,9 @@ class Tally:
     """Counts by layer over the recorded cells.
 
     Attributes:
-        possible: `[L]` cells that could hold a route.
-        recorded: `[L]` cells that do.
+        possible: `[L]` int64, cells that could hold a route.
+        recorded: `[L]` int64, cells that do.
+        largest: `[L]` int64, the largest id of the recorded cells, -1 without any.
         unplaced: cells of samples that came without routes, or whose rows could not be placed.
 
     Args:
@@ -50,7 +51,7 @@ class Tally:
         Args:
             ids: `[n, L, K]`.
             known: `[n, L]` bool, recorded.
-            cells: `scan(ids)`.
+            cells: `scan(ids, num_experts)`.
             start: token of row 0 for `place`.
             place: names a token.
         """

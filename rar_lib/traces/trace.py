@@ -4,6 +4,8 @@ Every producer writes routes in another shape (padded or flat, all layers or MoE
 or none), and most of the known accidents come from a row that is not a route but looks like one: a zero row reads as
 "expert 0". Here a cell that holds no route says so in `status`, the layer axis holds MoE layers only and names them,
 and the ids keep the smallest unsigned type that holds E-1. Files are safetensors: memory-mapped, nothing is executed.
+
+One file: what a record may hold, its padded and packed forms and its file are one contract, each an exact inverse of another.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import hashlib
 import html
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,10 +92,12 @@ class RouteTrace:
 
     @property
     def num_sequences(self) -> int:
+        """S."""
         return len(self.offsets) - 1
 
     @property
     def num_tokens(self) -> int:
+        """N, all sequences together."""
         return int(self.offsets[-1])
 
     @property
@@ -268,6 +272,9 @@ class RouteTrace:
         Returns:
             `experts [S, T, L, K]` int64 with -1 wherever no route is recorded (padding included), and `status` of shape
             `[S, T]` or `[S, T, L]`, MISSING in the padding.
+
+        Raises:
+            TraceError: for a length below that of the longest sequence.
         """
         longest = int(self.lengths.max(initial=0))
         length = longest if length is None else length
@@ -305,7 +312,11 @@ class RouteTrace:
 
     @classmethod
     def concatenate(cls, traces: Sequence[RouteTrace]) -> RouteTrace:
-        """Join traces along the sequences. Headers and optional arrays must agree."""
+        """Join traces along the sequences.
+
+        Raises:
+            TraceError: for no trace at all, or traces whose headers or optional arrays differ.
+        """
         if not traces:
             raise TraceError("traces: expected at least one trace to join, found none")
         first = traces[0]
@@ -326,10 +337,6 @@ class RouteTrace:
         optional = {n: np.concatenate([getattr(t, n) for t in traces]) for n in first._optional_names()}
         experts = np.concatenate([t.experts for t in traces])
         return cls(first.header, experts, offsets, status, **optional)
-
-    def with_source(self, source: Literal["rollout", "old", "new"]) -> RouteTrace:
-        """The same routes under another source name."""
-        return replace(self, header=self.header.model_copy(update={"source": source}))
 
     # ---------------------------------------------------------------- files
 
@@ -358,7 +365,11 @@ class RouteTrace:
 
     @classmethod
     def load(cls, path: str | Path) -> RouteTrace:
-        """Map a trace file into memory; the arrays are read when they are used. `verify()` checks the payload."""
+        """Map a trace file into memory; the arrays are read when they are used. `verify()` checks the payload.
+
+        Raises:
+            TraceError: for a file that is not there, is no trace, or holds arrays of other shapes than its header says.
+        """
         path = Path(path)
         try:
             with safe_open(path, framework="pt") as file:

@@ -248,9 +248,11 @@ class Verdict:
 
     @property
     def kind(self) -> Kind:
+        """Cause and remedy of its code."""
         return KINDS[self.code]
 
     def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, cause and remedy included."""
         return {**asdict(self), "cause": self.kind.cause, "do": self.kind.do}
 
     def __str__(self) -> str:
@@ -258,7 +260,7 @@ class Verdict:
 
 
 def verdict(code: str, where: str, seen: str, *, severity: Severity | None = None, **more: Any) -> Verdict:
-    """A verdict with the severity of its kind, unless another is given."""
+    """A verdict with the severity of its kind, unless another is given; `more` are other attributes of `Verdict`."""
     return Verdict(code, where, seen, KINDS[code].severity if severity is None else severity, **more)
 
 

@@ -13,8 +13,7 @@ import torch
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import Replay
 from rar_lib.engines.hf_rollout import HFRollout
-from rar_lib.engines.hf_trainer import HFTrainer
-from rar_lib.engines.megatron_trainer import MegatronTrainer
+from rar_lib.engines.trainers import TRAINERS
 from rar_lib.errors import ReplayError
 from rar_lib.metrics.mismatch import k3
 from rar_lib.replay.contexts import recording, replaying
@@ -24,13 +23,12 @@ from tests.conftest import SPECIAL, Sampled, hf_config, sample
 from tests.replay.families import FAMILIES
 from tests.replay.families import build as build_family
 
-ENGINES = {"hf": HFTrainer, "megatron": MegatronTrainer}
 WEIGH_OTHERWISE = {"glm4_moe", "deepseek_v3", "minimax_m2", "ernie4_5_moe"}  # a bias ranks, unbiased scores weigh
 
 
 def build(engine: str, checkpoint: Path, *overrides: str) -> Any:
     config = JobConfig.build({}, ["trainer.micro_batch_size=32", "algorithm.lr=1e-2", *overrides])
-    return ENGINES[engine](checkpoint, config.trainer, config.algorithm)
+    return TRAINERS[engine](checkpoint, config.trainer, config.algorithm)
 
 
 def pull(logp: torch.Tensor, rows: torch.Tensor, scores: Any = None) -> Any:
@@ -40,7 +38,7 @@ def pull(logp: torch.Tensor, rows: torch.Tensor, scores: Any = None) -> Any:
 # ------------------------------------------------------------------ frozen router
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", list(TRAINERS))
 def test_a_frozen_router_keeps_its_weights_while_the_rest_learns(
     engine: str, checkpoint: Path, sampled: Sampled, tmp_path: Path
 ) -> None:
@@ -144,7 +142,7 @@ def test_gates_that_are_not_there_are_refused(checkpoint: Path, sampled: Sampled
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", list(TRAINERS))
 @pytest.mark.parametrize("forced", [False, True])
 def test_the_objective_sees_the_scores_of_its_own_forward(
     engine: str, recompute: bool, forced: bool, checkpoint: Path, sampled: Sampled

@@ -16,9 +16,8 @@ import torch
 from rar_lib.checkpoint import load_model
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import Replay
-from rar_lib.engines.hf_trainer import HFTrainer
-from rar_lib.engines.megatron_trainer import MegatronTrainer
 from rar_lib.engines.session import EngineSession
+from rar_lib.engines.trainers import TRAINERS
 from rar_lib.errors import ReplayError
 from rar_lib.job import run_job
 from rar_lib.replay import recording, replaying
@@ -26,7 +25,6 @@ from rar_lib.replay.control import wrong_routes
 from rar_lib.replay.points import find_points
 from tests.conftest import Sampled
 
-ENGINES = {"hf": HFTrainer, "megatron": MegatronTrainer}
 CONFIG = JobConfig.build({}, ["trainer.micro_batch_size=32"])
 PLAIN = """
 import hashlib, sys, torch
@@ -44,13 +42,13 @@ print("rar_lib" in sys.modules)
 """
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=list(TRAINERS))
 def engine(request: Any) -> str:
     return request.param
 
 
 def build(engine: str, path: Path) -> Any:
-    return ENGINES[engine](path, CONFIG.trainer, CONFIG.algorithm)
+    return TRAINERS[engine](path, CONFIG.trainer, CONFIG.algorithm)
 
 
 def score(trainer: Any, sampled: Sampled, replay: Replay | None = None) -> torch.Tensor:
@@ -143,7 +141,7 @@ def test_an_interrupted_pass_leaves_nothing_behind(
 
 def test_a_forward_only_pass_leaves_no_routes_for_the_next(engine: str, checkpoint: Path, sampled: Sampled) -> None:
     recompute = CONFIG.trainer.model_copy(update={"recompute": True})
-    trainer = ENGINES[engine](checkpoint, recompute, CONFIG.algorithm)
+    trainer = TRAINERS[engine](checkpoint, recompute, CONFIG.algorithm)
     score(trainer, sampled, wrong(sampled))
     untouched(trainer.model)
     own = trainer.logprobs(sampled.batch, temperature=1.0, capture=True)

@@ -1,4 +1,4 @@
-"""METRICS section 9, numbers 4, 5 and 6: what may not change a number."""
+"""What may not change a number."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import Replay, TokenBatch
-from rar_lib.engines.hf_trainer import HFTrainer
-from rar_lib.engines.megatron_trainer import MegatronTrainer
+from rar_lib.engines.trainers import TRAINERS
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import mismatch
 from rar_lib.replay.scores import ESTIMATORS, SignalRequest, score_sums
@@ -23,15 +22,14 @@ from rar_lib.rl.objectives import grpo_loss
 from rar_lib.traces.trace import RouteTrace
 from tests.conftest import Sampled
 
-ENGINES = {"hf": HFTrainer, "megatron": MegatronTrainer}
 CONFIG = JobConfig.build({}, ["trainer.micro_batch_size=32"])
 
 
 def build(engine: str, path: Path) -> Any:
-    return ENGINES[engine](path, CONFIG.trainer, CONFIG.algorithm)
+    return TRAINERS[engine](path, CONFIG.trainer, CONFIG.algorithm)
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=list(TRAINERS))
 def engine(request: Any) -> str:
     return request.param
 
@@ -128,4 +126,4 @@ def test_batch_order_and_micro_batches_change_nothing(engine: str, checkpoint: P
     shuffled = sampled.batch.select(order), sampled.result.trace.select(order.tolist()), sampled.mu[order]
     same(a, scalars(build(engine, checkpoint), *shuffled))
     small = CONFIG.trainer.model_copy(update={"micro_batch_size": 5})
-    same(a, scalars(ENGINES[engine](checkpoint, small, CONFIG.algorithm), *shuffled))
+    same(a, scalars(TRAINERS[engine](checkpoint, small, CONFIG.algorithm), *shuffled))

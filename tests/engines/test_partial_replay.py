@@ -12,8 +12,7 @@ import torch
 
 from rar_lib.config import JobConfig
 from rar_lib.engines.base import Replay
-from rar_lib.engines.hf_trainer import HFTrainer
-from rar_lib.engines.megatron_trainer import MegatronTrainer
+from rar_lib.engines.trainers import TRAINERS
 from rar_lib.errors import ReplayError
 from rar_lib.metrics.mismatch import k3
 from rar_lib.replay import replaying
@@ -25,13 +24,12 @@ from tests.conftest import Sampled
 from tests.replay.families import FAMILIES
 from tests.replay.families import build as build_family
 
-ENGINES = {"hf": HFTrainer, "megatron": MegatronTrainer}
 UNITS = ("token_layer", "slot")
 
 
 def build(engine: str, checkpoint: Path, recompute: bool = False) -> Any:
     config = JobConfig.build({}, ["trainer.micro_batch_size=32", f"trainer.recompute={str(recompute).lower()}"])
-    return ENGINES[engine](checkpoint, config.trainer, config.algorithm)
+    return TRAINERS[engine](checkpoint, config.trainer, config.algorithm)
 
 
 def gradients(trainer: Any) -> torch.Tensor:
@@ -60,7 +58,7 @@ def planned(sampled: Sampled, policy: str, unit: Any, share: str, native: Any = 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", list(TRAINERS))
 def test_no_budget_is_none_and_the_whole_budget_is_r3(
     engine: str, unit: str, recompute: bool, checkpoint: Path, sampled: Sampled
 ) -> None:
@@ -76,7 +74,7 @@ def test_no_budget_is_none_and_the_whole_budget_is_r3(
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", list(TRAINERS))
 def test_no_bonus_is_none_and_an_infinite_one_is_r3(
     engine: str, recompute: bool, checkpoint: Path, sampled: Sampled
 ) -> None:
@@ -91,7 +89,7 @@ def test_no_bonus_is_none_and_an_infinite_one_is_r3(
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", list(TRAINERS))
 def test_measuring_changes_no_bit_and_counts_what_happened(
     engine: str, recompute: bool, checkpoint: Path, sampled: Sampled
 ) -> None:
@@ -125,7 +123,7 @@ def test_measuring_changes_no_bit_and_counts_what_happened(
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", list(TRAINERS))
 def test_planned_experts_are_executed_and_unplanned_cells_are_native_local(
     engine: str, unit: str, checkpoint: Path, sampled: Sampled
 ) -> None:
@@ -143,7 +141,7 @@ def test_planned_experts_are_executed_and_unplanned_cells_are_native_local(
     assert (np.sort(scored.trace.experts[free, 0], -1) == np.sort(native[free], -1)).all()
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", list(TRAINERS))
 def test_disagree_reaches_most_of_r3_with_a_small_budget(engine: str, checkpoint: Path, sampled: Sampled) -> None:
     """The oracle of the old pass: replaying the few routes that differ is worth most of replaying all of them."""
     trainer, mask = build(engine, checkpoint), sampled.batch.response_mask

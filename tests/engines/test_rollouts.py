@@ -173,3 +173,55 @@ def test_auto_falls_back_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == ["engine auto: vllm and megatron not installed, falling back to hf"]
     strict = JobConfig.from_flat(engine="real")
     assert resolve_engines(strict, said.append) is strict
+
+
+def test_fused_kernels_sample_what_eager_ones_do_and_read_a_prompt_once(
+    checkpoint: Path, tokenizer: Any, task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = ("rollout.dtype=float32", "rollout.precision=native")
+    eager = sample(rollout(checkpoint, tokenizer, *exact), tokenizer, task)
+    engine = rollout(checkpoint, tokenizer, *exact, "rollout.kernels=fused")
+    assert engine.model.config._attn_implementation == "sdpa"
+    assert engine.model.config._experts_implementation == "grouped_mm"
+    read: list[int] = []
+    engine.model.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    fused = sample(engine, tokenizer, task)
+    groups = {tuple(row[:n].tolist()) for row, n in zip(fused.batch.tokens, fused.batch.prompt_lengths, strict=True)}
+    assert len(groups) < len(fused.batch)
+    decoded = sum(n for n in read) - sum(map(len, groups))  # beside every prompt once: one token a forward and answer
+    assert decoded <= len(fused.batch) * (JobConfig().rollout.sampling.max_new_tokens - 1)
+    assert fused.result.responses == eager.result.responses
+    assert (fused.mu - eager.mu).abs().max() < 1e-4
+    assert agreement(fused.result.trace, eager.result.trace).scalars()["router_flip"] == 0.0
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_fused_rollout_records_what_a_forward_over_its_answers_uses(
+    scores: bool, checkpoint: Path, tokenizer: Any, task: Any
+) -> None:
+    options = hf_config("rollout.dtype=float32", "rollout.precision=native", "rollout.kernels=fused")
+    config = hf_config("trainer.kernels=fused")
+    trainer = HFTrainer(checkpoint, config.trainer, config.algorithm)
+    engine = HFRollout(checkpoint, options.rollout, SPECIAL, scores=scores)
+    engine.load_weights(trainer.weights(), 0)
+    drawn = sample(engine, tokenizer, task)
+    again = trainer.logprobs(drawn.batch, temperature=1.0, capture="scores")
+    assert again.trace is not None
+    assert agreement(drawn.result.trace, again.trace).scalars()["router_flip"] == 0.0
+    assert (again.logprobs - drawn.mu).abs().max() < 1e-4
+    assert (drawn.result.trace.scores is not None) == scores
+    if drawn.result.trace.scores is not None and again.trace.scores is not None:
+        known = drawn.result.trace.recorded
+        assert abs(drawn.result.trace.scores[known] - again.trace.scores[known]).max() < 1e-4
+
+
+def test_kernels_that_a_model_does_not_have_are_refused_by_name(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Qwen3MoeForCausalLM
+
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "_supports_sdpa", False)
+    with pytest.raises(EngineError, match=r"kernels 'fused' \(sdpa, grouped_mm\)"):
+        HFRollout(checkpoint, hf_config("rollout.kernels=fused").rollout, SPECIAL)

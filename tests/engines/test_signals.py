@@ -1,4 +1,4 @@
-"""METRICS section 6 on real models: signals against closed forms, finite differences, autograd, and between engines."""
+"""Signals of expert scores on real models against closed forms, finite differences, autograd, and between engines."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rar_lib.engines.hf_trainer import HFTrainer
 from rar_lib.engines.logits import response_logprobs
 from rar_lib.engines.megatron_trainer import MegatronTrainer
 from rar_lib.engines.taps import draw_labels, open_taps
+from rar_lib.engines.trainers import TRAINERS
 from rar_lib.errors import ConfigError, EngineError
 from rar_lib.replay import recording
 from rar_lib.replay.points import find_points
@@ -33,7 +34,6 @@ TOKENS = torch.randint(3, 60, (3, 6), generator=GENERATOR)
 BATCH = TokenBatch(
     TOKENS, torch.tensor([6, 6, 5]), torch.tensor([2, 3, 2]), ("a/0", "a/1", "b/0"), torch.tensor([0, 0, 1])
 )
-ENGINES = {"hf": HFTrainer, "megatron": MegatronTrainer}
 CONFIG = JobConfig.build({}, ["trainer.micro_batch_size=32"])
 
 
@@ -186,9 +186,9 @@ def test_param_exact_is_autograds_norm_of_each_sequence(model: Any, seen: Any) -
 # ---------------------------------------------------------------- both trainers
 
 
-@pytest.fixture(scope="module", params=list(ENGINES))
+@pytest.fixture(scope="module", params=list(TRAINERS))
 def trainer(request: Any, checkpoint: Path) -> Any:
-    return ENGINES[request.param](checkpoint, CONFIG.trainer, CONFIG.algorithm)
+    return TRAINERS[request.param](checkpoint, CONFIG.trainer, CONFIG.algorithm)
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_where_every_expert_is_chosen_gates_stay_with_their_experts(tmp_path: Pa
     tiny.save_pretrained(tmp_path)
     one, two = (
         made(tmp_path, CONFIG.trainer, CONFIG.algorithm).logprobs(BATCH, temperature=1.0, capture=True, signals=ALL)
-        for made in ENGINES.values()
+        for made in (HFTrainer, MegatronTrainer)
     )
     for estimator in ("gate", "param"):
         by_expert = [
@@ -280,12 +280,12 @@ def test_doubling_the_batch_leaves_the_scores_per_route(trainer: Any, sampled: S
         )
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", list(TRAINERS))
 def test_recompute_changes_no_score(engine: str, checkpoint: Path, sampled: Sampled) -> None:
     scores = []
     for recompute in (False, True):
         config = JobConfig.build({}, ["trainer.micro_batch_size=32", f"trainer.recompute={str(recompute).lower()}"])
-        trainer = ENGINES[engine](checkpoint, config.trainer, config.algorithm)
+        trainer = TRAINERS[engine](checkpoint, config.trainer, config.algorithm)
         result = trainer.logprobs(sampled.batch, temperature=1.0, capture=True, signals=ALL)
         assert result.signals is not None
         scores.append(route_scores(result.signals, "gate"))

@@ -1,34 +1,32 @@
-"""METRICS section 9, numbers 1, 2, 3, 9 and 10, on hf and (from 2 on) on Megatron."""
+"""What replay must and must not change in a trainer, on hf and Megatron: no-ops, gradients, ratios, live routes."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from rar_lib.config import JobConfig
+from rar_lib.config import AlgorithmConfig, JobConfig, TrainerConfig
 from rar_lib.engines.base import Replay, TokenBatch
 from rar_lib.engines.hf_rollout import HFRollout
-from rar_lib.engines.hf_trainer import HFTrainer
-from rar_lib.engines.megatron_trainer import MegatronTrainer
+from rar_lib.engines.trainers import TRAINERS, build_trainer
+from rar_lib.errors import EngineError
 from rar_lib.metrics.agreement import agreement
 from rar_lib.metrics.mismatch import k3
 from rar_lib.replay.control import wrong_routes
 from rar_lib.rl.objectives import grpo_loss
 from tests.conftest import SPECIAL, Sampled, hf_config, sample
 
-ENGINES = {"hf": HFTrainer, "megatron": MegatronTrainer}
-
 
 def build(engine: str, checkpoint: Path, *overrides: str) -> Any:
     config = JobConfig.build({}, ["trainer.micro_batch_size=32", "algorithm.lr=1e-3", *overrides])
-    return ENGINES[engine](checkpoint, config.trainer, config.algorithm)
+    return TRAINERS[engine](checkpoint, config.trainer, config.algorithm)
 
 
-@pytest.fixture(scope="module", params=list(ENGINES))
+@pytest.fixture(scope="module", params=list(TRAINERS))
 def trainer(request: Any, checkpoint: Path) -> Any:
     return build(request.param, checkpoint)
 
@@ -49,6 +47,13 @@ def gradients(trainer: Any) -> torch.Tensor:
     if trainer.name == "megatron":
         return torch.cat([p.main_grad.reshape(-1) for p in trainer.model.parameters()]).clone()
     return torch.cat([p.grad.reshape(-1) for p in trainer.model.parameters()]).clone()
+
+
+def test_every_trainer_that_a_config_can_name_is_registered() -> None:
+    names = get_args(TrainerConfig.model_fields["engine"].annotation)
+    assert set(TRAINERS) | {"auto"} == set(names)
+    with pytest.raises(EngineError, match=f"trainer.engine: expected one of {', '.join(TRAINERS)}, found 'auto'"):
+        build_trainer(Path(), TrainerConfig(engine="auto"), AlgorithmConfig())
 
 
 # ------------------------------------------------------------------ 1: the zero-mismatch setting
@@ -205,7 +210,7 @@ def test_a_trainer_goes_back_to_a_state_before_its_first_step(
 
 def test_the_two_trainers_take_the_same_step(checkpoint: Path, sampled: Sampled) -> None:
     batch, results = sampled.batch, []
-    for engine in ENGINES:
+    for engine in ("hf", "megatron"):
         fresh = build(engine, checkpoint)
         old = fresh.logprobs(batch, temperature=1.0)
         update = fresh.update(batch, objective(batch, old.logprobs), temperature=1.0)

@@ -1,4 +1,4 @@
-"""METRICS section 2: every invariant, with answers that can be computed by hand."""
+"""Agreement of two records: every invariant, with answers that can be computed by hand."""
 
 from __future__ import annotations
 

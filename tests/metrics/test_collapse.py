@@ -31,5 +31,5 @@ def test_window_and_share_are_settings() -> None:
 
 def test_what_has_no_share_is_refused() -> None:
     for bad in ([-0.1], [float("nan")]):
-        with pytest.raises(ValueError, match="finite rewards of 0 or more"):
+        with pytest.raises(ValueError, match=r"finite rewards of 0 or more, found .* at step 0"):
             collapsed_at(bad)

@@ -1,4 +1,4 @@
-"""METRICS section 3: every invariant, with answers that can be computed by hand."""
+"""Load and routing shift: every invariant, with answers that can be computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""METRICS section 1: every invariant, with answers that can be computed by hand."""
+"""Mismatch of two log-prob sources: every invariant, with answers that can be computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""METRICS section 4 at fixed scores: by hand, and monotone along nested plans."""
+"""What a plan does at fixed scores: by hand, and monotone along nested plans."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ def test_pairs_that_say_nothing() -> None:
     assert paired_t([1], [0]) == {"n": 1, "difference": 1.0, "low": None, "high": None, "p": None}
     assert paired_t([1, 1], [1, 1]) == {"n": 2, "difference": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
     assert paired_t([2, 2], [1, 1])["p"] is None
-    with pytest.raises(ValueError, match="as many finite values"):
+    with pytest.raises(ValueError, match="both sides, found 2 and 1"):
         paired_t([1, 2], [1])
-    with pytest.raises(ValueError, match="as many finite values"):
+    with pytest.raises(ValueError, match="as many finite values on both sides, found nan"):
         paired_t([1, float("nan")], [1, 2])
 
 
@@ -60,9 +60,9 @@ def test_against_a_baseline() -> None:
 
 
 def test_unpaired_runs_are_refused() -> None:
-    with pytest.raises(ValueError, match="every policy at every seed"):
+    with pytest.raises(ValueError, match="every seed, found none of 'other' at seed 1"):
         against(table(none=[1, 2], other=[1]), "x", "none")
-    with pytest.raises(ValueError, match="once"):
+    with pytest.raises(ValueError, match="once, found 'none' at seed 0 twice"):
         against(pd.concat([table(none=[1]), table(none=[1])]), "x", "none")
 
 
@@ -83,14 +83,14 @@ def test_the_interquartile_mean_by_hand() -> None:
     assert iqm([100, 1, 2, 3]) == 2.5
     assert iqm([1, 2, 6]) == 3  # a quarter of three runs is none
     assert iqm([]) is None
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(ValueError, match="finite values, found nan"):
         iqm([1, float("nan")])
 
 
 def test_missing_seeds_are_dropped_with_their_pair_when_asked() -> None:
     runs = table(none=[1, 2, 3, 4], other=[2, 3.5, 3.5, 9])
     runs = runs[~((runs["policy"] == "other") & (runs["seed"] == 3))]
-    with pytest.raises(ValueError, match="every seed"):
+    with pytest.raises(ValueError, match="found none of 'other' at seed 3"):
         against(runs, "x", "none")
     (row,) = against(runs, "x", "none", missing="drop").to_dict("records")
     assert (row["n"], row["difference"]) == (3, 1.0)  # 1, 1.5, 0.5

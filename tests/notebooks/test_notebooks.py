@@ -11,7 +11,7 @@ import nbformat
 import pandas as pd
 import pytest
 
-from rar_lib.config import FLAT_NAMES
+from rar_lib.config_keys import FLAT_NAMES
 from tests.notebooks.execute import STATE, normalise
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,17 +131,22 @@ def test_parameters_are_names_of_the_config(path: Path) -> None:
 SMALL = {"engine": "real", "steps": 2, "checkpoint_every": 1, "prompts_per_step": 16, "group_size": 4}
 
 
-def smoke(name: str, folder: Path, parameters: dict[str, Any]) -> Any:
-    """A notebook through papermill on the real engines at the smallest size that shows something."""
+def executed(name: str, out: Path, parameters: dict[str, Any]) -> Any:
+    """A notebook through papermill, its result in a folder."""
     import papermill
 
+    source = ROOT / "notebooks" / f"{name}.ipynb"
+    papermill.execute_notebook(source, out / "done.ipynb", parameters, progress_bar=False, kernel_name="python3")
+    return nbformat.read(out / "done.ipynb", as_version=4)
+
+
+def smoke(name: str, folder: Path, parameters: dict[str, Any]) -> Any:
+    """A notebook on the real engines at the smallest size that shows something."""
     out = folder / name
     out.mkdir()
     given = SMALL | parameters | {"runs_dir": str(folder), "out_dir": str(out)}
     given = {name: value for name, value in given.items() if value is not None}
-    source = ROOT / "notebooks" / f"{name}.ipynb"
-    papermill.execute_notebook(source, out / "done.ipynb", given, progress_bar=False, kernel_name="python3")
-    return nbformat.read(out / "done.ipynb", as_version=4)
+    return executed(name, out, given)
 
 
 def test_mismatch_through_papermill(tmp_path: Path) -> None:
@@ -286,17 +291,8 @@ def test_scores_and_frontier_through_papermill_on_the_real_engines(tmp_path: Pat
 
 @pytest.mark.parametrize("dump", ["vllm_http/answers.jsonl", "xtuner/debug_rollout_0.pt"])
 def test_route_doctor_through_papermill(tmp_path: Path, dump: str) -> None:
-    import papermill
-
     given = {"dump": dump, "allow_pickle": dump.startswith("xtuner"), "out_dir": str(tmp_path)}
-    papermill.execute_notebook(
-        ROOT / "notebooks" / "06_route_doctor.ipynb",
-        tmp_path / "done.ipynb",
-        given,
-        progress_bar=False,
-        kernel_name="python3",
-    )
-    notebook = nbformat.read(tmp_path / "done.ipynb", as_version=4)
+    notebook = executed("06_route_doctor", tmp_path, given)
     assert images(notebook) == 2
     assert "router_replay:" in printed(notebook)
     numbers = pd.read_csv(tmp_path / "numbers.csv", index_col="number")["value"]
@@ -319,29 +315,15 @@ def test_route_doctor_stops_at_a_dead_capture(tmp_path: Path) -> None:
     with pytest.raises(
         papermill.PapermillExecutionError, match="CAPTURE_DEAD: must not be replayed, so nothing is compared"
     ):
-        papermill.execute_notebook(
-            ROOT / "notebooks" / "06_route_doctor.ipynb", tmp_path / "done.ipynb", {"dump": str(tmp_path / "dead.jsonl"), "out_dir": str(tmp_path)},
-            progress_bar=False, kernel_name="python3",
-        )  # fmt: skip
+        executed("06_route_doctor", tmp_path, {"dump": str(tmp_path / "dead.jsonl"), "out_dir": str(tmp_path)})
 
 
 def test_quickstart_through_papermill_on_the_real_engines(tmp_path: Path) -> None:
-    import papermill
-
     out = tmp_path / "quickstart"
     out.mkdir()
     parameters = {"engine": "real", "steps": 2, "native_steps": 1, "prompts_per_step": 16, "runs_dir": str(tmp_path),
                   "out_dir": str(out)}  # fmt: skip
-    papermill.execute_notebook(
-        ROOT / "notebooks" / "01_quickstart.ipynb",
-        out / "done.ipynb",
-        parameters,
-        progress_bar=False,
-        kernel_name="python3",
-    )
-    notebook = nbformat.read(out / "done.ipynb", as_version=4)
-    images = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs if "image/png" in o.get("data", {})]
-    assert len(images) == 3
+    assert images(executed("01_quickstart", out, parameters)) == 3
     for name in ("reward", "k3", "flips"):
         assert all((out / name).with_suffix(suffix).stat().st_size > 100 for suffix in (".png", ".svg", ".csv"))
     table = pd.read_csv(out / "policies.csv", dtype=str)

@@ -1,4 +1,4 @@
-"""METRICS section 7: integer budgets, keys, nesting, and every policy without scores."""
+"""Integer budgets, keys, nesting, and every policy without scores."""
 
 from __future__ import annotations
 

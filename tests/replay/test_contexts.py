@@ -1,4 +1,4 @@
-"""Recording and replaying at the selection: what they change, and that nothing else does (METRICS 9.2, 9.3, 9.10)."""
+"""Recording and replaying at the selection: what they change, and that nothing else does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""METRICS section 6 and the policies that weigh: scores of cells by hand, their plans and controls, and P(flip)."""
+"""Policies that weigh: scores of cells by hand, their plans and controls, and P(flip)."""
 
 from __future__ import annotations
 

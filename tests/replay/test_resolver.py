@@ -1,4 +1,4 @@
-"""METRICS section 5: the resolver at fixed scores, by hand and on 20,000 random rows."""
+"""The resolver at fixed scores, by hand and on 20,000 random rows."""
 
 from __future__ import annotations
 

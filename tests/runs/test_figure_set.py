@@ -24,7 +24,7 @@ from rar_lib.runs import compare, tables
 from rar_lib.runs.figure_set import draw_all, figure_set, read_sources
 from rar_lib.runs.result import RunResult
 from rar_lib.traces.trace import RouteTrace
-from tests.test_job import small
+from tests.jobs import small
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = {"rewards", "kl_by_policy", "logprobs", "extremes", "flips_by_layer", "flips_by_margin", "load_shift", "routing_drift",

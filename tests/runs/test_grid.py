@@ -10,7 +10,8 @@ import pytest
 
 import rar_lib
 from rar_lib.errors import ConfigError
-from rar_lib.runs.grid import NOTEBOOKS, Grid, parameters_of, points_of
+from rar_lib.runs.grid import Grid, points_of
+from rar_lib.runs.notebook import NOTEBOOKS, Notebook
 from tests.runs.notebooks import JOB, PARAMETERS, write_grid, write_notebook
 
 
@@ -260,7 +261,7 @@ def test_numbers_and_names_of_a_grid(light: str, tmp_path: Path) -> None:
 
 
 def test_the_parameters_of_a_notebook(light: str, tmp_path: Path) -> None:
-    found = parameters_of(Path(light))
+    found = Notebook.read(Path(light)).parameters()
     assert found["lr"] == ("float", 1e-4)
     assert found["engine"] == ("str", "hf")
     for cell, told in (
@@ -270,12 +271,12 @@ def test_the_parameters_of_a_notebook(light: str, tmp_path: Path) -> None:
     ):
         broken = write_notebook(tmp_path / "broken.ipynb", cell)
         with pytest.raises(ConfigError, match=told):
-            parameters_of(broken)
+            Notebook.read(broken).parameters()
     values = json.loads(Path(light).read_text())
     values["cells"][1]["metadata"] = {}
     (tmp_path / "none.ipynb").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="one cell tagged 'parameters', found 0"):
-        parameters_of(tmp_path / "none.ipynb")
+        Notebook.read(tmp_path / "none.ipynb").parameters()
 
 
 def test_the_grid_that_ships_is_sound() -> None:

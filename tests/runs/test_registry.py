@@ -19,6 +19,7 @@ from rar_lib.runs.files import commit, holder, human, locked, size_of, write_tex
 from rar_lib.runs.result import RunResult
 from rar_lib.runs.store import SCHEMA_VERSION, RunStore, run_id
 from tests.conftest import HF
+from tests.runs.holding import held_elsewhere
 
 DIGESTS = {"checkpoint": "c", "task": "t"}
 SMALL = [
@@ -85,22 +86,12 @@ def test_an_entry_says_how_far_a_run_is(runs: Path) -> None:
 
 def test_a_running_run_is_seen_and_its_numbers_can_be_read(runs: Path) -> None:
     path = entry(runs, 5).path
-    code = (
-        "import sys, pathlib; from rar_lib.config import JobConfig; from rar_lib.runs.store import RunStore\n"
-        f"with RunStore(pathlib.Path({str(runs)!r}), JobConfig(seed=5), {DIGESTS!r}).held():\n"
-        "    print('held', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
+    with held_elsewhere(path) as process:
         found = registry.inspect(path)
         assert (found.state, found.done) == ("running", 1)
-        assert f"held by process {other.pid} on" in found.note
-        with pytest.raises(RunError, match=f"held by process {other.pid} on .*nothing was removed"):
+        assert f"held by process {process} on" in found.note
+        with pytest.raises(RunError, match=f"held by process {process} on .*nothing was removed"):
             registry.remove([path])
-        other.communicate("")
     assert registry.inspect(path).state == "interrupted"
 
 

@@ -18,7 +18,7 @@ from rar_lib.checkpoint import DATA_DIR
 from rar_lib.config import JobConfig
 from rar_lib.errors import ConfigError, RunError
 from rar_lib.figures.style import alt_text
-from rar_lib.runs import report
+from rar_lib.runs import align, report
 from rar_lib.runs.files import write_json, write_table
 from rar_lib.runs.result import RunResult
 from rar_lib.runs.store import RunStore
@@ -59,8 +59,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def read(folder: Path, **options: Any) -> report.Comparison:
-    return report.read_comparison(sorted(folder.iterdir()), folder, **options)
+def read(folder: Path, **options: Any) -> align.Comparison:
+    return align.read_comparison(sorted(folder.iterdir()), folder, **options)
 
 
 def test_runs_are_aligned_by_policy_seed_and_setting(folder: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_baseline_is_chosen_or_said_to_be_absent(folder: Path) -> None:
     assert table.iloc[0]["difference [95 %]"] == "-0.040 [-0.294, +0.214]"
     with pytest.raises(ConfigError, match="baseline: expected one of R3, none; found 'tis'"):
         read(folder, baseline="tis")
-    alone = report.Setting("", found.settings[0].study, None)
+    alone = align.Setting("", found.settings[0].study, None)
     assert report.differences_table(alone).empty
     assert report.title_of("differences", alone) == "Differences: none, since this setting has no baseline"
 
@@ -115,19 +115,19 @@ def test_names_are_as_short_as_they_may_be(tmp_path: Path) -> None:
         {"policy": "none", "corrections": "tis", "seed": 0},
     ]
     runs = [RunResult.read(make(tmp_path, [0.5, 0.5], 1e-3, flat)) for flat in flats]
-    assert report.arms_of(runs) == [
+    assert align.arms_of(runs) == [
         ("none", ()), ("none", ()), ("fisher 0.25 estimator=gate", ()), ("fisher 0.25 estimator=param", ()), ("tis", ()),
     ]  # fmt: skip
     native = RunResult.read(make(tmp_path, [0.5, 0.5], 1e-3, {"policy": "none", "precision": "native", "seed": 0}))
-    rounded = [setting for _, setting in report.arms_of([runs[0], native])]
+    rounded = [setting for _, setting in align.arms_of([runs[0], native])]
     assert rounded == [(("precision", "fp8_weights"),), (("precision", "native"),)]
-    assert report.arms_of([native]) == [("none unrounded", ())]
+    assert align.arms_of([native]) == [("none unrounded", ())]
     both = [
         {"policy": "none", "rollout_dtype": d, "trainer_dtype": d, "seed": i}
         for i, d in enumerate(("float32", "bfloat16"))
     ]
     names = [
-        setting for _, setting in report.arms_of([RunResult.read(make(tmp_path, [0.5], 1e-3, flat)) for flat in both])
+        setting for _, setting in align.arms_of([RunResult.read(make(tmp_path, [0.5], 1e-3, flat)) for flat in both])
     ]
     assert names[0] == (("rollout.dtype", "float32"), ("trainer.dtype", "float32"))
 
@@ -185,7 +185,7 @@ def test_a_run_that_diverged_at_once_is_shown(tmp_path: Path) -> None:
     rows = report.runs_table(setting).set_index("policy")
     assert rows.loc["R3", ["final reward", "best step (chosen afterwards)"]].tolist() == ["0.000", "unknown at unknown"]
     report.write_comparison(read(tmp_path), tmp_path / "out")
-    alone = report.read_comparison([path], tmp_path)
+    alone = align.read_comparison([path], tmp_path)
     assert report.runs_table(alone.settings[0])["diverged"].tolist() == ["step 0, update 0: gone"]
 
 
@@ -193,15 +193,15 @@ def test_a_name_that_means_two_things_is_refused_and_a_source_counts_once(folder
     (folder / "sweeps" / "real").mkdir(parents=True)
     write_json(folder / "sweeps" / "real" / "status.json", {"points": []})
     with pytest.raises(ConfigError, match="found a study and a sweep; give the folder"):
-        report.read_comparison(["real"], folder)
-    once = report.read_comparison(["remedies", DATA_DIR / "studies" / "remedies"], folder)
+        align.read_comparison(["real"], folder)
+    once = align.read_comparison(["remedies", DATA_DIR / "studies" / "remedies"], folder)
     assert len(once.settings) == 1
     study = once.settings[0].study
     twice = Study("s", pd.concat([study.runs, study.runs]), study.steps)
     with pytest.raises(ConfigError, match="expected every policy and seed once, found none, seed 0 twice"):
-        report.Comparison([report.Setting("", twice, "none")])
+        align.Comparison([align.Setting("", twice, "none")])
     run = next(folder.glob("none-*"))
-    assert len(report.read_comparison([run, run.name, f"{run}/"], folder).settings[0].study.runs) == 1
+    assert len(align.read_comparison([run, run.name, f"{run}/"], folder).settings[0].study.runs) == 1
 
 
 def test_a_name_that_nobody_knows_is_told_what_there_is(folder: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_name_that_nobody_knows_is_told_what_there_is(folder: Path) -> None:
     with pytest.raises(
         RunError, match=r"run 'nope': .*no sweep or study \(sweeps: night; studies: rates, real, remedies, staleness\)"
     ):
-        report.read_comparison(["nope"], folder)
+        align.read_comparison(["nope"], folder)
 
 
 def test_figures_say_of_which_setting_they_are(folder: Path) -> None:
@@ -218,7 +218,7 @@ def test_figures_say_of_which_setting_they_are(folder: Path) -> None:
     figure = drawn["setting1_rewards"][0]
     assert figure.get_suptitle() == "lr=0.0003"
     assert alt_text(figure).startswith("lr=0.0003: ")
-    alone = report.read_comparison(list(folder.glob("none-*")), folder)
+    alone = align.read_comparison(list(folder.glob("none-*")), folder)
     reasons = {name: told for name, told in report.figures_of(alone) if isinstance(told, str)}
     assert all("setting" not in told and "study" not in told for told in reasons.values()), reasons
 
@@ -229,7 +229,7 @@ def test_files_of_an_earlier_comparison_go_and_others_stay(folder: Path, tmp_pat
     (out / "mine.csv").write_text("mine")
     report.write_comparison(whole, out)
     assert (out / "arms1.csv").exists()
-    report.write_comparison(report.read_comparison([next(folder.glob("none-*"))], folder), out)
+    report.write_comparison(align.read_comparison([next(folder.glob("none-*"))], folder), out)
     assert not (out / "arms1.csv").exists()
     assert (out / "arms.csv").exists()
     assert (out / "mine.csv").read_text() == "mine"
@@ -242,9 +242,9 @@ def test_one_arm_and_seed_twice_is_refused(folder: Path, tmp_path_factory: pytes
     other = tmp_path_factory.mktemp("other")
     twice = make(other, [0.5, 0.5, 0.5, 0.5], 1e-3, {"policy": "none", "seed": 0, "lr": 1e-4, "checkpoint_every": 3})
     with pytest.raises(ConfigError, match="are both none, seed 0: compare one of them"):
-        report.read_comparison([*sorted(folder.iterdir()), twice], folder)
+        align.read_comparison([*sorted(folder.iterdir()), twice], folder)
     with pytest.raises(ConfigError, match="expected at least one complete run"):
-        report.read_comparison([next(folder.glob("R2-*"))], folder)
+        align.read_comparison([next(folder.glob("R2-*"))], folder)
 
 
 def test_a_sweep_is_read_with_what_it_lacks(folder: Path) -> None:
@@ -257,12 +257,12 @@ def test_a_sweep_is_read_with_what_it_lacks(folder: Path) -> None:
     (folder / "sweeps" / "night").mkdir(parents=True)
     write_json(folder / "sweeps" / "night" / "status.json", {"points": points})
     for source in ("night", folder / "sweeps" / "night"):
-        found = report.read_comparison([source], folder)
+        found = align.read_comparison([source], folder)
         assert sum(len(s.study.runs) for s in found.settings) == len(runs)
         assert found.left_out == ("p98: failed: the kernel died", "p99: left")
     (folder / "sweeps" / "night" / "status.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"status.json cannot be read"):
-        report.read_comparison(["night"], folder)
+        align.read_comparison(["night"], folder)
 
 
 def test_collapse_and_divergence_are_said_with_their_seed(tmp_path: Path) -> None:
@@ -280,11 +280,11 @@ def test_collapse_and_divergence_are_said_with_their_seed(tmp_path: Path) -> Non
 
 
 def test_committed_studies_are_split_by_what_they_vary() -> None:
-    found = report.read_comparison(["staleness", DATA_DIR / "studies" / "rates"], Path("nowhere"))
+    found = align.read_comparison(["staleness", DATA_DIR / "studies" / "rates"], Path("nowhere"))
     names = [s.name for s in found.settings]
     assert names[:4] == [f"staleness, updates_per_batch={n}" for n in (1, 2, 4, 8)]
     assert names[4:] == [f"rates, lr={lr:g}" for lr in (3e-4, 5e-4, 7e-4, 1e-3)]
-    (remedies,) = report.read_comparison(["remedies"], Path("nowhere")).settings
+    (remedies,) = align.read_comparison(["remedies"], Path("nowhere")).settings
     k3 = report.differences_table(remedies).set_index(["quantity", "policy"]).loc[("k3 rollout/old", "R3")]
     assert (k3["difference [95 %]"], k3["verdict"]) == ("× 0.44 [0.27, 0.71]", "lower")
 
@@ -336,7 +336,7 @@ def test_markup_in_names_stays_text() -> None:
     steps = pd.DataFrame(
         {"policy": ["<script>"], "seed": [0], "step": [0], "reward/mean": [0.5], "lr": [1.0], "updates_per_batch": [1]}
     )
-    found = report.Comparison([report.Setting("<i>", Study("s", runs, steps), None)])
+    found = align.Comparison([align.Setting("<i>", Study("s", runs, steps), None)])
     html = report.as_html(found, {})
     assert "<script>" not in html
     assert "&lt;i&gt;" in html

@@ -6,16 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
+import rar_lib.runs.store
 from rar_lib.config import JobConfig
 from rar_lib.errors import RunError
 from rar_lib.runs.compare import paired_ratio
 from rar_lib.runs.files import write_json
 from rar_lib.runs.store import RunStore, differing, run_id
+from tests.runs.holding import held_elsewhere
 
 CONFIG, DIGESTS = JobConfig(), {"checkpoint": "c", "task": "t"}
 
@@ -53,6 +56,37 @@ def test_complete_means_summary(tmp_path: Path) -> None:
         write_json(tmp_path / "x.json", {"a": float("nan")})
 
 
+def test_tables_take_a_small_part_of_a_run_and_wait_for_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("rar_lib.runs.store.time.monotonic", lambda: now[0])
+    write = rar_lib.runs.store.write_table
+
+    def slow(path: Path, table: pd.DataFrame) -> None:
+        now[0] += 1.0
+        write(path, table)
+
+    monkeypatch.setattr("rar_lib.runs.store.write_table", slow)
+    store = RunStore(tmp_path, CONFIG, DIGESTS)
+    rows: list[dict[str, Any]] = []
+    seen = []
+    for step in range(120):
+        now[0] += 1.0
+        rows.append({"step": step})
+        store.write_tables(rows, [], [])
+        seen.append(len(store.metrics()))
+    assert seen[:3] == [1, 1, 1]
+    assert sorted(set(seen)) == [1, 99]  # two tables of a second each, so ninety-eight steps of a second between
+    with pytest.raises(KeyboardInterrupt), store.held():
+        raise KeyboardInterrupt
+    assert len(store.metrics()) == 120
+    rows.append({"step": 120})
+    store.write_tables(rows, [], [])
+    with store.new_checkpoint(121):
+        assert len(store.metrics()) == 121
+
+
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     store = RunStore(tmp_path, CONFIG, DIGESTS)
     (store.path / "config.json").write_text(json.dumps({"other": 1}))
@@ -87,19 +121,12 @@ def test_many_starts_of_one_run_do_not_trip_over_each_other(tmp_path: Path) -> N
 
 def test_a_folder_held_by_another_process_says_by_which(tmp_path: Path) -> None:
     store = RunStore(tmp_path, CONFIG, DIGESTS)
-    code = (
-        "import sys, pathlib; from rar_lib.config import JobConfig; from rar_lib.runs.store import RunStore\n"
-        f"with RunStore(pathlib.Path({str(tmp_path)!r}), JobConfig(), {DIGESTS!r}).held():\n"
-        "    print('held', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(RunError, match=f"held by process {other.pid}"), store.held():
-            pass
-        other.communicate("")
+    with (
+        held_elsewhere(store.path) as process,
+        pytest.raises(RunError, match=f"held by process {process}"),
+        store.held(),
+    ):
+        pass
     with store.held():
         pass
 

@@ -29,6 +29,7 @@ from rar_lib.runs.point import Record, execute, read_record
 from rar_lib.runs.registry import find
 from rar_lib.runs.result import RunResult
 from rar_lib.runs.sweep import clock, run_sweep, task_of
+from tests.runs.holding import held_elsewhere
 from tests.runs.notebooks import ENDINGS, JOB, PARAMETERS, write_grid, write_notebook
 
 ENDING = 'ending: str = "fine"\nseed: int = 0\nout_dir: str = ""\n'
@@ -159,27 +160,18 @@ def test_a_record_that_cannot_be_read_is_reported_and_replaced_on_retry(endings:
 
 def test_a_sweep_and_a_point_say_who_holds_them(endings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = Grid(name="g", notebook=str(endings))
-    code = (
-        "import sys, pathlib; from rar_lib.runs.files import locked\n"
-        "with locked(pathlib.Path(sys.argv[1]), 'x'): print('held', flush=True); sys.stdin.read()"
-    )
     for folder, held in ((tmp_path / "sweeps" / "g", "sweep"), (None, "point")):
         (point,) = _points(write_grid(tmp_path / "g.yaml", notebook=str(endings)))
         folder = folder or tmp_path / "points" / point.id
         folder.mkdir(parents=True, exist_ok=True)
-        with subprocess.Popen(
-            [sys.executable, "-c", code, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as other:
-            assert other.stdout is not None
-            assert other.stdout.readline() == "held\n"
+        with held_elsewhere(folder) as process:
             if held == "sweep":
-                with pytest.raises(RunError, match=f"held by process {other.pid} on"):
+                with pytest.raises(RunError, match=f"held by process {process} on"):
                     run_sweep(grid, runs_dir=tmp_path, executor="serial")
             else:
                 monkeypatch.setattr("rar_lib.runs.point.PATIENCE", 0.1)
                 record = run_sweep(grid, runs_dir=tmp_path, executor="serial").records[point.id]
-                assert f"held by process {other.pid} on" in record.cause
-            other.communicate("")
+                assert f"held by process {process} on" in record.cause
     assert run_sweep(grid, runs_dir=tmp_path, executor="serial").count("done") == 1
 
 

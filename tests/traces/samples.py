@@ -1,4 +1,5 @@
-"""Make the sample dumps in data/traces: `python -m tests.traces.samples`.
+"""Make the sample dumps in data/traces: `python -m tests.traces.samples`, or only those that are named, from the rollout
+that is committed, without an engine: `python -m tests.traces.samples roll/step_000001.pkl ...`.
 
 Routes, tokens and log-probs come from the shipped checkpoint on real engines: vLLM in process and its HTTP server (bfloat16), and Megatron-Core's
 own RouterReplay for the training side. The other producers' files hold the same in-process rollout, laid out by `writers.py`.
@@ -6,6 +7,7 @@ own RouterReplay for the training side. The other producers' files hold the same
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,6 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from rar_lib.config import RolloutConfig, TaskConfig
 from rar_lib.retrace import record_tokens
 from rar_lib.tasks import Task
 from rar_lib.traces.layers import ModelShape
-from rar_lib.traces.wire.vllm import from_outputs
+from rar_lib.traces.wire import read_dump
 from tests.traces import writers
 from tests.traces.writers import Batch, Item
 
@@ -61,8 +64,8 @@ def prompts(count: int) -> list[list[int]]:
     return [tokenizer(task.problem(i).prompt, add_special_tokens=False)["input_ids"] for i in range(count)]
 
 
-def in_process() -> Batch:
-    """Request outputs of vLLM in this process: saved as they are, and as a batch for the writers."""
+def in_process() -> None:
+    """Request outputs of vLLM in this process, saved as they are."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -86,15 +89,19 @@ def in_process() -> Batch:
     path = DATA / "vllm" / "outputs.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(records, path)
+    rollout.shutdown()
+
+
+def kept() -> Batch:
+    """The saved request outputs as a batch for the writers, with the trainer's log-probs of the same tokens."""
     shape, tokenizer = ModelShape.load(CHECKPOINT), load_tokenizer(CHECKPOINT)
     items = []
-    for sample in from_outputs(outputs).samples:
+    for sample in read_dump(DATA / "vllm" / "outputs.pt").samples:
         assert sample.experts is not None
         assert sample.token_ids is not None
         ids, p = sample.token_ids.tolist(), sample.prompt or 0
         logp = sample.logprobs["rollout"][p:].astype(np.float32)
         items.append(Item(ids[:p], ids[p:], sample.experts.astype(np.int64), logp, 0, tokenizer.decode(ids[p:])))
-    rollout.shutdown()
     trained = record_tokens(load_model(CHECKPOINT), [item.ids for item in items])
     assert trained.logprobs is not None
     old = np.split(trained.logprobs, trained.offsets[1:-1])
@@ -191,18 +198,37 @@ def _ask(ids: list[int], end: tuple[int, ...], n: int, text: str) -> dict[str, A
     return {**found, "prompt_text": text}
 
 
-def make() -> None:
-    """Write every sample."""
-    batch = in_process()
-    for name, write in WRITERS.items():
+def laid_out(batch: Batch, names: Iterable[str]) -> None:
+    """The batch in the layouts of other producers."""
+    for name in names:
         path = DATA / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(replace(batch), path)
+        WRITERS[name](replace(batch), path)
+
+
+def make() -> None:
+    """Write every sample."""
+    in_process()
+    batch = kept()
+    laid_out(batch, WRITERS)
     batch.trace().save(DATA / "rollout.safetensors")
     writers.write_nemo_strings(batch, DATA / "nemo_rl" / "routes.txt")
     recorded(batch)
     served()
 
 
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a key of WRITERS; by default every sample")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.names) - WRITERS.keys()):
+        parser.error(f"expected names of {', '.join(WRITERS)}; found {', '.join(unknown)}")
+    if options.names:
+        laid_out(kept(), options.names)
+    else:
+        make()
+
+
 if __name__ == "__main__":
-    make()
+    main()

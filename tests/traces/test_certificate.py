@@ -9,8 +9,9 @@ import pytest
 
 from rar_lib.errors import TraceError
 from rar_lib.metrics.agreement import agreement
-from rar_lib.traces.certificate import Certificate, align, certify, co_assignment, infer_numbering
+from rar_lib.traces.certificate import Certificate, align, certify
 from rar_lib.traces.compare import compare
+from rar_lib.traces.numbering import co_assignment, infer_numbering
 from rar_lib.traces.trace import RouteTrace
 from tests.traces.writers import make_batch
 

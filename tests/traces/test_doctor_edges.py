@@ -326,6 +326,7 @@ def test_rules_of_more_families(config: dict[str, Any], layers: tuple[int, ...])
     ({"mlp_layer_types": ["hash_moe"] * 6}, r"expected 6 of dense, sparse or moe, found 6 with \['hash_moe'\]"),
     ({"hybrid_override_pattern": "ME*"}, "lies in hybrid_override_pattern, which is not read"),
     ({"moe_layer_freq": [1, 1]}, "moe_layer_freq: expected 6 values, found 2"),
+    ({"num_hidden_layers": "6"}, "num_hidden_layers: expected an integer, found '6'"),
 ])  # fmt: skip
 def test_rules_that_are_not_read_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(TraceError, match=message):

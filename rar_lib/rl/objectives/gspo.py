@@ -24,7 +24,10 @@ def gspo_loss(
     clip_high: float,
     router_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The loss of each sequence, on each of its tokens. Arguments and result as in grpo_loss."""
+    """The loss of each sequence, on each of its tokens, `[n, T]`.
+
+    Arguments and result as in grpo_loss; the clip is of s.
+    """
     moved = log_ratio(logp_new, logp_anchor, mask)
     if router_weight is not None:
         moved = moved + torch.where(mask, router_weight, 1.0).log()

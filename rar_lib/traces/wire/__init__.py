@@ -54,10 +54,11 @@ def _options(
 
 
 def detect(content: Content) -> str:
-    """The format of a file.
+    """The format of a file: a key of `READERS`, or `OWN`.
 
     Raises:
-        TraceError: if no reader recognises it, or several do.
+        UndecidedError: if several readers recognise it.
+        TraceError: if none does.
     """
     if content.kind == "safetensors":
         return OWN
@@ -81,7 +82,7 @@ def read_content(content: Content, name: str) -> Dump:
     """The samples of an opened file.
 
     Raises:
-        TraceError: as `read_dump`.
+        TraceError: for an unknown format, or a file that is not of it.
     """
     if name == OWN:
         raise TraceError(
@@ -144,9 +145,10 @@ def read_dump(
         model: the routers: a `config.json`, a checkpoint folder, a config's mapping, or a ModelShape.
         payload_layers: transformer layer number of each position on the producer's layer axis, where neither rule fits.
         batch_size: sequences of a forward, for Megatron's tracer.
-        allow_pickle: read pickles. Their classes are not imported even then (files.py).
+        allow_pickle: read pickles. Their classes are not imported even then (pickles.py).
 
     Raises:
+        UndecidedError: for a file of several formats, or one that needs the model, the batch size or `allow_pickle`.
         TraceError: names file, place, expected and found.
     """
     content, name = _open(path, format, _options(model, payload_layers, batch_size, allow_pickle))

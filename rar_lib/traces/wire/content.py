@@ -47,6 +47,9 @@ class Content:
         path: of the file.
         options: what the caller knows beside it.
         kind: the container, by its first bytes.
+
+    Raises:
+        TraceError: for a file that cannot be read, is empty, or is packed (gzip and the like).
     """
 
     def __init__(self, path: Path, options: ReadOptions) -> None:
@@ -55,6 +58,11 @@ class Content:
 
     @cached_property
     def data(self) -> bytes:
+        """The whole file, read once.
+
+        Raises:
+            TraceError: if it cannot be read.
+        """
         return read_bytes(self.path)
 
     def _kind(self) -> ContainerKind:
@@ -87,9 +95,9 @@ class Content:
         start = head.lstrip()
         if start[:1] not in (b"{", b"["):
             return "text"
-        return "jsonl" if self._many_lines(head) else "json"
+        return "jsonl" if self._many_lines() else "json"
 
-    def _many_lines(self, head: bytes) -> bool:
+    def _many_lines(self) -> bool:
         """JSON lines: the first line is a value of its own and another follows, or the name says so."""
         if self.path.suffix == ".jsonl":
             return True
@@ -104,9 +112,10 @@ class Content:
 
     @cached_property
     def value(self) -> Any:
-        """Parsed content: Python values, arrays, tensors and inert records.
+        """Parsed content: Python values, arrays, tensors and inert records; None for a safetensors file.
 
         Raises:
+            UndecidedError: for a pickle without `allow_pickle`.
             TraceError: if the file is not what its first bytes promise.
         """
         where = str(self.path)

@@ -23,7 +23,7 @@ def shape_of(dump: Dump, model: ModelShape | None, payload_layers: tuple[int, ..
     """The routers that a dump speaks of: the caller's, or what the file itself says.
 
     Raises:
-        TraceError: if neither says how many experts there are and which layers are MoE layers.
+        UndecidedError: if neither says how many experts there are and which layers are MoE layers.
     """
     if model is not None:
         return model
@@ -40,6 +40,12 @@ def positions(
     dump: Dump, length: int, model: ModelShape, payload_layers: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Where the MoE layers lie on a layer axis of this length.
+
+    Args:
+        dump: whose producer counts all layers, MoE layers, or says nothing.
+        length: of the axis.
+        model: the routers.
+        payload_layers: transformer layer number of each position, which decides where it is given.
 
     Raises:
         TraceError: if the axis does not fit what the producer writes; the message says what would.
@@ -72,10 +78,11 @@ class Placed:
     """Rows of one sample on its tokens.
 
     Attributes:
-        ids: `[T, L, K]` as written, zeros where no row lies.
+        ids: `[T, L, K]` as written, in the producer's integer type; zeros where no row lies.
         status: `[T, L]` uint8.
         cells: what each cell of `ids` holds; flags of cells without a row are false.
-        problem: a verdict that forbids to place the rows at all; then there are no rows.
+        problem: a verdict that forbids to use the sample. Its rows are placed all the same for ID_WRAPPED; for any
+            other there are none.
     """
 
     ids: np.ndarray
@@ -144,7 +151,9 @@ def place(
 
 
 def first_problem(sample: Sample, placed: Placed, layers: tuple[int, ...]) -> str | None:
-    """What forbids to make a trace of this sample, in words, or None."""
+    """What forbids to make a trace of this sample, in words, or None; `layers` are the transformer layer numbers of
+    the columns.
+    """
     if placed.problem is not None:
         return f"{placed.problem.code}: {placed.problem.where}: {placed.problem.seen}"
     bad = placed.bad
@@ -163,11 +172,12 @@ def first_problem(sample: Sample, placed: Placed, layers: tuple[int, ...]) -> st
 
 
 def to_trace(dump: Dump, model: ModelShape | None = None, payload_layers: tuple[int, ...] | None = None) -> RouteTrace:
-    """The RouteTrace of a dump.
+    """The RouteTrace of a dump. Its layer axis holds the model's MoE layers in their order.
 
     Token ids, rollout log-probs and weight versions go along where every sample carries them.
 
     Raises:
+        UndecidedError: if neither model nor dump says which layers are MoE layers.
         TraceError: if the dump holds no routes, the layers do not fit the model, or a sample cannot be trusted (named with its
             code, token and layer).
     """

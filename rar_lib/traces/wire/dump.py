@@ -33,11 +33,14 @@ class Sample:
         token_ids: `[T]` int64.
         prompt: number of prompt tokens, where known.
         response_mask: `[T]` bool, tokens that the policy sampled and is trained on.
-        logprobs: by source (`rollout`, `old`), `[T]` float64 natural log-probs, NaN where there is none.
-        versions: `[T]` int64, version of the weights that routed each token.
+        logprobs: by source (`rollout`, `old`, `new`), `[T]` float64 natural log-probs, NaN where there is none.
+        versions: `[T]` int64, version of the weights that routed each token, -1 where it is not told.
         logprob_versions: `[T]` int64, version of the weights that scored each token.
-        router_logits: `[rows, layers, E]` what the file calls logits.
+        router_logits: `[rows, layers, E]` float, what the file calls logits.
         text: what the tokens say, where the dump has it.
+
+    Raises:
+        TraceError: for arrays of another shape or type, with the sample's name.
     """
 
     name: str
@@ -115,10 +118,11 @@ class Dump:
 
     @property
     def num_tokens(self) -> int:
+        """Prompt and response tokens of all samples."""
         return sum(sample.tokens for sample in self.samples)
 
     def with_routes(self) -> list[tuple[int, Sample, np.ndarray]]:
-        """Index, sample and ids of the samples that carry routes."""
+        """Index, sample and ids `[rows, layers, K]` of the samples that carry routes."""
         return [(i, s, s.experts) for i, s in enumerate(self.samples) if s.experts is not None]
 
     def facts(self) -> dict[str, Any]:
@@ -152,7 +156,15 @@ class ReadOptions:
 
 
 def integers(name: str, values: Any, ndim: int = 1) -> np.ndarray:
-    """An integer array from lists, arrays or tensors; anything else is refused.
+    """Integers from lists, arrays or tensors; anything else is refused.
+
+    Args:
+        name: of the field, for messages.
+        values: what was read.
+        ndim: number of axes that it must have.
+
+    Returns:
+        `[n]`, or of any shape with `ndim` axes, in the type that it came in; int64 for lists.
 
     Raises:
         TraceError: on floats, ragged lists, or another number of axes.
@@ -180,7 +192,7 @@ def routes(name: str, values: Any) -> np.ndarray | None:
 
 
 def numbers(name: str, values: Any) -> np.ndarray:
-    """A float64 vector; None inside becomes NaN.
+    """`[n]` float64; None inside becomes NaN.
 
     Raises:
         TraceError: if it is not a list of numbers.

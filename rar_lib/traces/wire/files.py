@@ -57,7 +57,11 @@ def parse_json(where: str, data: bytes | str, start: int = 0) -> Any:
 
 
 def parse_jsonl(path: Path, data: bytes) -> Iterator[tuple[int, Any]]:
-    """Line number from 1 and value of every line that is not empty."""
+    """Line number from 1 and value of every line that is not empty.
+
+    Raises:
+        TraceError: as `parse_json`, with the line.
+    """
     start = 0
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
@@ -80,7 +84,7 @@ def decode_base64(where: str, text: Any) -> bytes:
 
 
 def as_array(where: str, data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Little-endian values of a known type and shape, without a copy.
+    """Little-endian values of a known type, of any shape that is told, without a copy.
 
     Raises:
         TraceError: if the bytes are not exactly as many as the shape needs.
@@ -95,7 +99,7 @@ def as_array(where: str, data: bytes, dtype: str, shape: tuple[int, ...]) -> np.
 
 
 def parse_npy(where: str, data: bytes) -> np.ndarray:
-    """An array of numbers from a `.npy` stream; object arrays are refused.
+    """Integers or floats of any shape from a `.npy` stream of version 1 or 2; object arrays are refused.
 
     Raises:
         TraceError: if header and payload do not fit, or the type is not a number.

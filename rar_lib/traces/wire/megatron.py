@@ -25,7 +25,7 @@ from rar_lib.traces.wire.dump import Dump, Sample, field_of, integers
 from rar_lib.traces.wire.pickles import plain
 
 
-def claims_recorded(content: Content) -> str | None:
+def _claims_recorded(content: Content) -> str | None:
     value = content.value if content.kind == "torch" else None
     return (
         "recorded lists with token_ids"
@@ -34,7 +34,7 @@ def claims_recorded(content: Content) -> str | None:
     )
 
 
-def read_recorded(content: Content) -> Dump:
+def _read_recorded(content: Content) -> Dump:
     value = content.value
     arguments = {key: value[key] for key in ("layer_numbers", "tensor_parallel", "context_parallel") if key in value}
     return from_recorded(
@@ -55,6 +55,8 @@ def from_recorded(
         token_ids: `[b, s]` integers, right-padded, as they were forwarded.
         lengths: `[b]` tokens of each sequence; rows of the padding are dropped.
         layer_numbers: transformer layer number of each router.
+        tensor_parallel, context_parallel: sizes of the groups that the tokens are spread over.
+        path: a name to show.
         source: which pass it was, `old` or `new`.
 
     Raises:
@@ -126,13 +128,13 @@ def _unshard(where: str, parts: list[np.ndarray], b: int, s: int, tp: int, cp: i
 KEYS = {"step", "layer", "num_tokens", "top_indices"}
 
 
-def claims_tracer(content: Content) -> str | None:
+def _claims_tracer(content: Content) -> str | None:
     if content.kind == "jsonl" and content.records and all(record.keys() >= KEYS for _, record in content.records):
         return "step, layer and top_indices on every line"
     return None
 
 
-def read_tracer(content: Content) -> Dump:
+def _read_tracer(content: Content) -> Dump:
     batch = content.options.batch_size
     if batch is None:
         raise UndecidedError(
@@ -224,8 +226,8 @@ READERS = (
     Reader(
         "megatron",
         "lists of Megatron-Core's RouterReplay with their batch, a torch file",
-        claims_recorded,
-        read_recorded,
+        _claims_recorded,
+        _read_recorded,
     ),
-    Reader("megatron-tracer", "Megatron-Core's router_trace_rank{N}.jsonl", claims_tracer, read_tracer),
+    Reader("megatron-tracer", "Megatron-Core's router_trace_rank{N}.jsonl", _claims_tracer, _read_tracer),
 )

@@ -25,7 +25,7 @@ WIRE = re.compile(r"nrlre1:(int8|int16|int32):(\d{1,9})x(\d{1,6})x(\d{1,6}):([A-
 
 
 def decode(where: str, text: str) -> np.ndarray:
-    """`[S, L, K]` of a wire string.
+    """`[S, L, K]` of a wire string, int8, int16 or int32.
 
     Raises:
         TraceError: if it does not follow the grammar, or shape and payload differ.
@@ -41,7 +41,7 @@ def _routes(where: str, value: Any) -> np.ndarray | None:
     return decode(where, value) if isinstance(value, str) else routes(where, value)
 
 
-def claims_wire(content: Content) -> str | None:
+def _claims_wire(content: Content) -> str | None:
     if content.kind == "text" and content.data.lstrip().startswith(b"nrlre1:"):
         return "a wire string"
     if content.kind in ("json", "jsonl"):
@@ -55,7 +55,7 @@ def claims_wire(content: Content) -> str | None:
     return None
 
 
-def read_wire(content: Content) -> Dump:
+def _read_wire(content: Content) -> Dump:
     samples = []
     if content.kind == "text":
         for number, line in enumerate(content.value.splitlines(), 1):
@@ -75,7 +75,7 @@ def read_wire(content: Content) -> Dump:
     return Dump("nemo-rl", "wire string nrlre1, last row filler", str(content.path), tuple(samples))
 
 
-def claims_log(content: Content) -> str | None:
+def _claims_log(content: Content) -> str | None:
     keys = {"generation_logprobs", "prev_logprobs", "input_lengths"}
     if content.kind == "jsonl" and content.records and all(keys <= record.keys() for _, record in content.records):
         return "generation_logprobs and prev_logprobs on every line"
@@ -89,7 +89,7 @@ def _one(where: str, value: Any) -> Any:
     raise TraceError(f"{where}: expected a batch of one, found {type(value).__name__} of {np.size(value)}")
 
 
-def read_log(content: Content) -> Dump:
+def _read_log(content: Content) -> Dump:
     samples = []
     for where, record in content.records:
         tokens = int(integers(f"{where}: input_lengths", record["input_lengths"])[0])
@@ -130,6 +130,6 @@ def read_log(content: Content) -> Dump:
 
 
 READERS = (
-    Reader("nemo-rl", "NeMo-RL wire strings, bare or in answers", claims_wire, read_wire),
-    Reader("nemo-rl-log", "NeMo-RL train_data_step JSON lines: log-probs, no routes", claims_log, read_log),
+    Reader("nemo-rl", "NeMo-RL wire strings, bare or in answers", _claims_wire, _read_wire),
+    Reader("nemo-rl-log", "NeMo-RL train_data_step JSON lines: log-probs, no routes", _claims_log, _read_log),
 )

@@ -53,7 +53,11 @@ def choices(records: list[tuple[str, dict[str, Any]]]) -> Iterator[Choice]:
 
 
 def token_ids(where: str, prompt: Any, answer: Any) -> tuple[np.ndarray | None, int | None]:
-    """All ids and the number of prompt tokens; None where one of the two was not kept."""
+    """All ids, `[T]` int64, and the number of prompt tokens; None and None where one of the two was not kept.
+
+    Raises:
+        TraceError: if they are not lists of integers.
+    """
     if prompt is None or answer is None:
         return None, None
     first = integers(f"{where}: prompt token ids", prompt)
@@ -63,6 +67,10 @@ def token_ids(where: str, prompt: Any, answer: Any) -> tuple[np.ndarray | None, 
 
 def sized(choice: Choice, ids: np.ndarray | None, prompt: int | None) -> tuple[int, int | None]:
     """T and the number of prompt tokens, from the ids or from the usage block.
+
+    Args:
+        choice: the answer.
+        ids, prompt: `[T]` and the number of prompt tokens, as `token_ids` gave them, or None.
 
     Raises:
         TraceError: if neither says them.
@@ -81,7 +89,11 @@ def sized(choice: Choice, ids: np.ndarray | None, prompt: int | None) -> tuple[i
 
 
 def answer_logprobs(where: str, choice: Mapping[str, Any]) -> np.ndarray | None:
-    """Log-probs of the sampled tokens in an OpenAI-style choice, `[tokens]` float64, or None."""
+    """Log-probs of the sampled tokens in an OpenAI-style choice, `[tokens]` float64 in nats, or None.
+
+    Raises:
+        TraceError: if they are not numbers.
+    """
     found = choice.get("logprobs")
     if isinstance(found, Mapping) and isinstance(found.get("content"), list):
         return numbers(
@@ -93,10 +105,16 @@ def answer_logprobs(where: str, choice: Mapping[str, Any]) -> np.ndarray | None:
 
 
 def response_fields(tokens: int, prompt: int | None, logprobs: np.ndarray | None, where: str) -> dict[str, Any]:
-    """`response_mask` and `logprobs` of a Sample whose last tokens were sampled.
+    """`prompt`, `response_mask` and `logprobs` of a Sample whose last tokens were sampled.
+
+    Args:
+        tokens: T.
+        prompt: number of prompt tokens, or None; then there is no mask.
+        logprobs: `[tokens - prompt]` of the rollout, in nats, or None.
+        where: place, for messages.
 
     Raises:
-        TraceError: if there are more log-probs than sampled tokens.
+        TraceError: unless there is one log-prob a sampled token.
     """
     out: dict[str, Any] = {"prompt": prompt}
     if prompt is not None:
@@ -118,6 +136,9 @@ def samples_of(
     Args:
         records: of the file.
         routes: gives a choice's `[rows, L, K]` ids (None where it has none) and the token of the first row.
+
+    Raises:
+        TraceError: if tokens, log-probs or routes of a choice do not fit each other.
     """
     out = []
     for choice in choices(records):
@@ -132,7 +153,11 @@ def samples_of(
 
 
 def start_of(where: str, *values: Any) -> int:
-    """The first of some values that is there, as a token position; 0 without any."""
+    """The first of some values that is there, as a token position; 0 without any.
+
+    Raises:
+        TraceError: if it is not an integer of 0 or more.
+    """
     for value in values:
         if value is not None:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:

@@ -32,7 +32,14 @@ from rar_lib.errors import TraceError, UndecidedError
 
 
 class Inert:
-    """A foreign object: its name, the arguments it was made with, and its state. It does nothing."""
+    """A foreign object: its name, the arguments it was made with, and its state. It does nothing.
+
+    Attributes:
+        path: module and name of the foreign class.
+        args: the arguments it was made with.
+        state: what the pickle would have set, or None.
+        items: what the pickle would have put in: members of a list, (key, value) pairs of a mapping.
+    """
 
     path = ""
 
@@ -55,9 +62,11 @@ class Inert:
         self.items.append((key, value))
 
     def append(self, value: Any) -> None:
+        """What a pickled list subclass does with a member: it is kept in `items`."""
         self.items.append(value)
 
     def extend(self, values: Any) -> None:
+        """See append."""
         self.items.extend(values)
 
     def __repr__(self) -> str:
@@ -73,6 +82,9 @@ class PickledType:
     """A numpy type being unpickled: kind, size and byte order, and nothing else of its state.
 
     numpy's own would take flags from the file, and a forged one makes pointers of the file's bytes.
+
+    Raises:
+        UnpicklingError: for anything but numbers, text or objects.
     """
 
     def __init__(self, name: Any = "", *flags: Any) -> None:
@@ -91,7 +103,11 @@ class PickledType:
 
 
 class PickledArray:
-    """A numpy array being unpickled, checked before memory is taken for it."""
+    """A numpy array being unpickled, checked before memory is taken for it.
+
+    Attributes:
+        values: the array, of any shape; None until its state has come.
+    """
 
     values: np.ndarray | None = None
 
@@ -150,7 +166,11 @@ def _no_bytes(*args: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Numpy arrays and tensors as arrays; everything else as it is."""
+    """Numpy arrays and tensors as arrays; everything else as it is.
+
+    Raises:
+        TraceError: for an array without content, or a tensor that `tensor_array` refuses.
+    """
     if isinstance(value, PickledArray):
         if value.values is None:
             raise TraceError("numpy array: its content is missing")
@@ -161,7 +181,8 @@ def plain(value: Any) -> Any:
 
 
 def tensor_array(tensor: torch.Tensor) -> np.ndarray:
-    """A dense CPU tensor as an array without a copy, where its storage really holds it.
+    """A dense CPU tensor of any shape as an array without a copy (bfloat16 as float32), where its storage really
+    holds it.
 
     Raises:
         TraceError: if strides repeat memory (a small file would become a large array), or numpy has no such type.
@@ -233,6 +254,7 @@ class InertUnpickler(_Unpickler):
         super().__init__(file)
 
     def find_class(self, module: str, name: str) -> Any:
+        """What stands for a name in the pickle; nothing is imported but torch's own types."""
         path = f"{module}.{name}"
         if path in PLAIN:
             return PLAIN[path]
@@ -245,6 +267,11 @@ class InertUnpickler(_Unpickler):
         return inert(path)
 
     def load_bytearray8(self) -> None:
+        """A byte array: its size is checked before memory is taken for it.
+
+        Raises:
+            UnpicklingError: if it goes beyond the end.
+        """
         (size,) = struct.unpack("<Q", self.read(8))
         data = self.read(size) if size < 2**48 else b""
         if len(data) != size:
@@ -272,7 +299,8 @@ def load_pickle(where: str, data: bytes, allow_pickle: bool) -> Any:
     """A pickle as plain values and inert records.
 
     Raises:
-        TraceError: without `allow_pickle`, or if the pickle is broken.
+        UndecidedError: without `allow_pickle`.
+        TraceError: if the pickle is broken.
     """
     if not allow_pickle:
         raise UndecidedError(
@@ -328,7 +356,8 @@ def load_torch(where: str, source: Path | bytes, allow_pickle: bool = False) -> 
     """What `torch.save` wrote, with weights-only loading; files are memory-mapped.
 
     Raises:
-        TraceError: if the file is broken, or holds classes that are not plain data (named).
+        UndecidedError: for classes that are not plain data (named), unless `allow_pickle` makes them inert records.
+        TraceError: if the file is broken.
     """
     mapped = isinstance(source, Path)
     size = source.stat().st_size if isinstance(source, Path) else len(source)

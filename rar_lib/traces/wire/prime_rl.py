@@ -34,7 +34,7 @@ def _packed(value: Any) -> TypeGuard[Mapping[str, Any]]:
     )
 
 
-def claims_http(content: Content) -> str | None:
+def _claims_http(content: Content) -> str | None:
     if content.kind in ("json", "jsonl") and any(
         _packed(c.choice.get("routed_experts")) for c in choices(content.records)
     ):
@@ -43,7 +43,7 @@ def claims_http(content: Content) -> str | None:
 
 
 def unpack(where: str, packed: Mapping[str, Any]) -> np.ndarray:
-    """`[rows, L, K]` of a packed answer.
+    """`[rows, L, K]` of a packed answer: uint8 or uint16; int32 for base85.
 
     Raises:
         TraceError: on an unknown type, or a payload that does not fit its shape.
@@ -68,7 +68,7 @@ def _routes(choice: Choice) -> tuple[np.ndarray | None, int]:
     return unpack(f"{choice.where}: routed_experts", packed), start_of(choice.where, packed.get("start"))
 
 
-def read_http(content: Content) -> Dump:
+def _read_http(content: Content) -> Dump:
     samples = samples_of(content.records, _routes)
     return Dump(
         "prime-rl-http",
@@ -96,13 +96,13 @@ def _micro_batch(value: Any) -> bool:
     )
 
 
-def claims_transport(content: Content) -> str | None:
+def _claims_transport(content: Content) -> str | None:
     if content.kind != "msgpack" or not isinstance(content.value, list) or not content.value:
         return None
     return "a list of micro-batches" if all(_micro_batch(v) for v in content.value) else None
 
 
-def read_transport(content: Content) -> Dump:
+def _read_transport(content: Content) -> Dump:
     samples = []
     for b, batch in enumerate(content.value):
         place = f"micro-batch {b}"
@@ -153,14 +153,14 @@ def read_transport(content: Content) -> Dump:
     )
 
 
-def claims_export(content: Content) -> str | None:
+def _claims_export(content: Content) -> str | None:
     keys = {"token_ids", "inference_logprobs", "trainer_logprobs", "loss_mask"}
     if content.kind == "jsonl" and content.records and all(keys <= record.keys() for _, record in content.records):
         return "inference_logprobs and trainer_logprobs on every line"
     return None
 
 
-def read_export(content: Content) -> Dump:
+def _read_export(content: Content) -> Dump:
     samples = []
     for where, record in content.records:
         ids = integers(f"{where}: token_ids", record["token_ids"]).astype(np.int64)
@@ -180,7 +180,7 @@ def read_export(content: Content) -> Dump:
 
 
 READERS = (
-    Reader("prime-rl-http", "answers of prime-rl's inference servers, JSON or JSON lines", claims_http, read_http),
-    Reader("prime-rl", "prime-rl filesystem transport, rank_{R}.bin (msgpack)", claims_transport, read_transport),
-    Reader("prime-rl-export", "prime-rl token export, JSON lines: log-probs, no routes", claims_export, read_export),
+    Reader("prime-rl-http", "answers of prime-rl's inference servers, JSON or JSON lines", _claims_http, _read_http),
+    Reader("prime-rl", "prime-rl filesystem transport, rank_{R}.bin (msgpack)", _claims_transport, _read_transport),
+    Reader("prime-rl-export", "prime-rl token export, JSON lines: log-probs, no routes", _claims_export, _read_export),
 )

@@ -16,11 +16,11 @@ from rar_lib.traces.wire.dump import Dump, Sample, field_of, numbers
 from rar_lib.traces.wire.verl import padded_routes, proto_columns, proto_state, require_run
 
 
-def claims(content: Content) -> str | None:
+def _claims(content: Content) -> str | None:
     return "a pickled ROLL DataProto" if proto_state(content, "roll.") is not None else None
 
 
-def read(content: Content) -> Dump:
+def _read(content: Content) -> Dump:
     state = proto_state(content, "roll.")
     assert state is not None
     fields = proto_columns(str(content.path), state[0])
@@ -47,4 +47,4 @@ def read(content: Content) -> Dump:
     return Dump("roll", "DataProto, padded right, last row zero", str(content.path), tuple(samples), content_sized=True)
 
 
-READERS = (Reader("roll", "ROLL rollout mock dump, step_{n}.pkl (a pickle)", claims, read),)
+READERS = (Reader("roll", "ROLL rollout mock dump, step_{n}.pkl (a pickle)", _claims, _read),)

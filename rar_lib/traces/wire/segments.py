@@ -27,11 +27,12 @@ def join_segments(segments: Sequence[Sample], name: str = "") -> tuple[Sample, t
         name: of the joined sample, by default the last one's.
 
     Returns:
-        The sample, and a SEGMENTS_DISAGREE verdict where overlapping rows differ under one weight version. Its response mask and log-probs
-        are those of the segment that sampled each token.
+        The sample, and a SEGMENTS_DISAGREE verdict where overlapping rows differ under one weight version. Its
+        `experts` are `[T, layers, K]` int64, -1 where no segment holds a row; its response mask and log-probs are
+        those of the segment that sampled each token.
 
     Raises:
-        TraceError: if a segment does not continue the one before it.
+        TraceError: without token ids or routes, or if a segment does not continue the one before it.
     """
     whole = segments[-1]
     if whole.token_ids is None:
@@ -103,6 +104,12 @@ def join_interrupted(
     Args:
         samples: in file order.
         interrupted: one flag a sample: it was ended from outside, not by a stop token or its length.
+
+    Returns:
+        The samples, joined ones in place of their last part, and what `join_segments` noticed.
+
+    Raises:
+        TraceError: as `join_segments`.
     """
     waiting: dict[bytes, list[Sample]] = {}
     out: list[Sample] = []

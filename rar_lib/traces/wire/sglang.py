@@ -45,7 +45,7 @@ def _ext(choice: Any) -> Mapping[str, Any]:
     return {}
 
 
-def claims(content: Content) -> str | None:
+def _claims(content: Content) -> str | None:
     if content.kind not in ("json", "jsonl"):
         return None
     for _, _, answer in _answers(content.records):
@@ -57,7 +57,7 @@ def claims(content: Content) -> str | None:
     return None
 
 
-def read(content: Content) -> Dump:
+def _read(content: Content) -> Dump:
     return from_answers(content.records, str(content.path), content.options)
 
 
@@ -172,4 +172,4 @@ def _versions(where: str, meta: Mapping[str, Any], tokens: int, prompt: int | No
     return np.full(tokens, int(str(one)), np.int64) if str(one).isdigit() else None
 
 
-READERS = (Reader("sglang", "answers of an SGLang server, JSON or JSON lines", claims, read),)
+READERS = (Reader("sglang", "answers of an SGLang server, JSON or JSON lines", _claims, _read),)

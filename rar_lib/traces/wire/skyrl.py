@@ -30,7 +30,7 @@ def _packed(value: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, Mapping) and value.keys() == {"data", "shape", "dtype"}
 
 
-def claims_http(content: Content) -> str | None:
+def _claims_http(content: Content) -> str | None:
     if content.kind in ("json", "jsonl") and any(
         _packed(c.choice.get("routed_experts")) for c in choices(content.records)
     ):
@@ -39,7 +39,7 @@ def claims_http(content: Content) -> str | None:
 
 
 def unpack(where: str, packed: Mapping[str, Any]) -> np.ndarray:
-    """`[T, L, K]` of a packed answer.
+    """`[T, L, K]` of a packed answer, in the type that it names.
 
     Raises:
         TraceError: on an unknown type, or a payload that does not fit its shape.
@@ -57,7 +57,7 @@ def _routes(choice: Choice) -> tuple[np.ndarray | None, int]:
     return (unpack(f"{choice.where}: routed_experts", packed) if _packed(packed) else None), 0
 
 
-def read_http(content: Content) -> Dump:
+def _read_http(content: Content) -> Dump:
     samples = samples_of(content.records, _routes)
     return Dump(
         "skyrl-http", "base64 with shape and type, all layers", str(content.path), samples, "all", content_sized=True
@@ -76,7 +76,7 @@ def _batch(content: Content) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
-def claims_dump(content: Content) -> str | None:
+def _claims_dump(content: Content) -> str | None:
     return "a pickled SkyRL TrainingInputBatch" if _batch(content) is not None else None
 
 
@@ -90,7 +90,7 @@ def _tensor(where: str, value: Any) -> np.ndarray | None:
     return np.asarray(plain(value))
 
 
-def read_dump(content: Content) -> Dump:
+def _read_dump(content: Content) -> Dump:
     batch = _batch(content)
     assert batch is not None
     fields = {key: _tensor(f"batch: {key}", batch.get(key)) for key in (
@@ -138,6 +138,6 @@ def _response(where: str, i: int, fields: Mapping[str, Any], tokens: int) -> tup
 
 
 READERS = (
-    Reader("skyrl-http", "answers of SkyRL's inference servers, JSON or JSON lines", claims_http, read_http),
-    Reader("skyrl", "SkyRL training batch, global_step_{N}_training_input.pkl (a pickle)", claims_dump, read_dump),
+    Reader("skyrl-http", "answers of SkyRL's inference servers, JSON or JSON lines", _claims_http, _read_http),
+    Reader("skyrl", "SkyRL training batch, global_step_{N}_training_input.pkl (a pickle)", _claims_dump, _read_dump),
 )

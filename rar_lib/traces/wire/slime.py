@@ -27,14 +27,14 @@ def _samples(content: Content) -> list[Mapping[str, Any]]:
     return [s for s in found if isinstance(s, Mapping)] if isinstance(found, list) else []
 
 
-def claims_rollout(content: Content) -> str | None:
+def _claims_rollout(content: Content) -> str | None:
     found = _samples(content)
     if found and all({"tokens", "response_length"} <= s.keys() for s in found):
         return "samples with tokens and response_length"
     return None
 
 
-def claims_train(content: Content) -> str | None:
+def _claims_train(content: Content) -> str | None:
     found = _samples(content)
     return "samples with tokens, log_probs and response_lengths" if found and "response_lengths" in found[0] else None
 
@@ -57,7 +57,7 @@ def _response(where: str, sample: Mapping[str, Any], tokens: int, length: int, m
     return {"prompt": tokens - length, "response_mask": inside, "logprobs": logprobs}
 
 
-def read_rollout(content: Content) -> Dump:
+def _read_rollout(content: Content) -> Dump:
     samples: list[Sample] = []
     notes: list[Verdict] = []
     for i, sample in enumerate(content.value["samples"]):
@@ -98,7 +98,7 @@ def read_rollout(content: Content) -> Dump:
     return Dump("slime", "rollout dump, all layers", str(content.path), tuple(samples), "all", notes=tuple(notes))
 
 
-def read_train(content: Content) -> Dump:
+def _read_train(content: Content) -> Dump:
     samples = []
     for i, sample in enumerate(content.value["samples"]):
         where = f"samples[{i}]"
@@ -114,6 +114,6 @@ def read_train(content: Content) -> Dump:
 
 
 READERS = (
-    Reader("slime", "slime rollout dump, rollout_data/{id}.pt", claims_rollout, read_rollout),
-    Reader("slime-train", "slime training dump, train_data/{id}.pt: log-probs, no routes", claims_train, read_train),
+    Reader("slime", "slime rollout dump, rollout_data/{id}.pt", _claims_rollout, _read_rollout),
+    Reader("slime-train", "slime training dump, train_data/{id}.pt: log-probs, no routes", _claims_train, _read_train),
 )

@@ -50,11 +50,11 @@ def _column(where: str, column: Any) -> Column:
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             raise TraceError(f"{where}: broken nested tensor: {str(error)[:160]}") from None
     if isinstance(column, Inert):
-        return _stack(where, column)
+        return _stack(column)
     return plain(column)
 
 
-def _stack(where: str, stack: Inert) -> list[Any]:
+def _stack(stack: Inert) -> list[Any]:
     """Values of a NonTensorStack, or rows of a lazy stack."""
     state = stack.state
     if isinstance(state, Mapping) and isinstance(state.get("tensordicts"), Sequence):

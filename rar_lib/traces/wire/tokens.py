@@ -15,13 +15,13 @@ from rar_lib.traces.wire.dump import Dump, Sample, integers
 KEYS = {"token_ids", "prompt", "text"}
 
 
-def claims(content: Content) -> str | None:
+def _claims(content: Content) -> str | None:
     records = content.records if content.kind == "jsonl" else []
     plain = bool(records) and all("token_ids" in record and record.keys() <= KEYS for _, record in records)
     return "token_ids on every line" if plain else None
 
 
-def read(content: Content) -> Dump:
+def _read(content: Content) -> Dump:
     samples = []
     for where, record in content.records:
         ids = integers(f"{where}: token_ids", record["token_ids"]).astype(np.int64)
@@ -37,4 +37,4 @@ def read(content: Content) -> Dump:
     return Dump("tokens", "token ids, no routes", str(content.path), tuple(samples), routes_expected=False)
 
 
-READERS = (Reader("tokens", "token ids, JSON lines", claims, read),)
+READERS = (Reader("tokens", "token ids, JSON lines", _claims, _read),)

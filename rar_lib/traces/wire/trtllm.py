@@ -18,7 +18,7 @@ from rar_lib.traces.wire.pickles import plain
 from rar_lib.traces.wire.vllm import _dump
 
 
-def claims(content: Content) -> str | None:
+def _claims(content: Content) -> str | None:
     if content.kind != "torch" or not isinstance(content.value, list):
         return None
     for record in content.value:
@@ -31,12 +31,17 @@ def claims(content: Content) -> str | None:
 
 
 def from_outputs(outputs: Iterable[Any], *, path: str = "request outputs", version: str = "") -> Dump:
-    """Live outputs of an engine in this process, or dicts with their field names. See `wire.vllm.from_outputs`."""
+    """Live outputs of an engine in this process, or dicts with their field names. Arguments as for
+    `wire.vllm.from_outputs`.
+
+    Raises:
+        TraceError: as there.
+    """
     return _dump(outputs, "tensorrt-llm", path, version, "one array, MoE layers", "moe")
 
 
-def read(content: Content) -> Dump:
+def _read(content: Content) -> Dump:
     return from_outputs(content.value, path=str(content.path))
 
 
-READERS = (Reader("tensorrt-llm", "request outputs of TensorRT-LLM, a torch file", claims, read),)
+READERS = (Reader("tensorrt-llm", "request outputs of TensorRT-LLM, a torch file", _claims, _read),)

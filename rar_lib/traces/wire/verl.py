@@ -24,14 +24,14 @@ from rar_lib.traces.wire.pickles import Inert, load_torch
 from rar_lib.traces.wire.tensordicts import Column, columns, row
 
 
-def claims_v1(content: Content) -> str | None:
+def _claims_v1(content: Content) -> str | None:
     value = content.value if content.kind == "torch" else None
     if isinstance(value, dict) and "tensordict" in value and ("keys" in value or "global_steps" in value):
         return "a tensordict with keys"
     return None
 
 
-def read_v1(content: Content) -> Dump:
+def _read_v1(content: Content) -> Dump:
     fields = columns("tensordict", content.value["tensordict"])
     count = len(field_of("tensordict", fields, "responses"))
     keys, tags = content.value.get("keys"), content.value.get("tags")
@@ -113,7 +113,11 @@ def proto_state(content: Content, path: str) -> tuple[Any, ...] | None:
 
 
 def proto_columns(where: str, first: Any) -> dict[str, Column]:
-    """Columns of a DataProto's batch: bytes of a torch file, the same behind a BytesIO, or the numpy form."""
+    """Columns of a DataProto's batch: bytes of a torch file, the same behind a BytesIO, or the numpy form.
+
+    Raises:
+        TraceError: if it is none of these.
+    """
     if isinstance(first, io.BytesIO):
         first = first.getvalue()
     if isinstance(first, bytes | bytearray):
@@ -121,11 +125,11 @@ def proto_columns(where: str, first: Any) -> dict[str, Column]:
     return columns(f"{where}: batch", first)
 
 
-def claims_v0(content: Content) -> str | None:
+def _claims_v0(content: Content) -> str | None:
     return "a pickled verl DataProto" if proto_state(content, "verl.") is not None else None
 
 
-def read_v0(content: Content) -> Dump:
+def _read_v0(content: Content) -> Dump:
     state = proto_state(content, "verl.")
     assert state is not None
     fields = proto_columns(str(content.path), state[0])
@@ -156,6 +160,13 @@ def read_v0(content: Content) -> Dump:
 def padded_routes(where: str, fields: Mapping[str, Column], i: int, width: int, at: np.ndarray) -> np.ndarray | None:
     """Routes of the tokens of a padded row, `[T, L, K]`, or None where the batch has none.
 
+    Args:
+        where: place, for messages.
+        fields: columns of the batch.
+        i: the row.
+        width: of the attention mask.
+        at: `[T]` positions of the row's tokens.
+
     Raises:
         TraceError: if the routes are of another width than the mask.
     """
@@ -168,7 +179,7 @@ def padded_routes(where: str, fields: Mapping[str, Column], i: int, width: int, 
 
 
 def require_run(where: str, at: np.ndarray) -> None:
-    """Tokens of a padded row must lie side by side.
+    """Tokens of a padded row must lie side by side: `at` are their positions `[T]`, rising.
 
     Raises:
         TraceError: if the attention mask has holes.
@@ -180,6 +191,6 @@ def require_run(where: str, at: np.ndarray) -> None:
 
 
 READERS = (
-    Reader("verl", "verl trainer V1, tq_batch.pt", claims_v1, read_v1),
-    Reader("verl-v0", "verl trainer V0, gen_batch.dp (a pickle)", claims_v0, read_v0),
+    Reader("verl", "verl trainer V1, tq_batch.pt", _claims_v1, _read_v1),
+    Reader("verl-v0", "verl trainer V0, gen_batch.dp (a pickle)", _claims_v0, _read_v0),
 )

@@ -33,7 +33,7 @@ def _is_npy(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(NPY)
 
 
-def claims_http(content: Content) -> str | None:
+def _claims_http(content: Content) -> str | None:
     if content.kind not in ("json", "jsonl"):
         return None
     for choice in choices(content.records):
@@ -44,7 +44,7 @@ def claims_http(content: Content) -> str | None:
     return None
 
 
-def read_http(content: Content) -> Dump:
+def _read_http(content: Content) -> Dump:
     return from_answers(content.records, str(content.path))
 
 
@@ -114,13 +114,13 @@ def _outputs(record: Any) -> bool:
     return not (one_piece and any(getattr(r, "dtype", None) == np.int16 for r in routed))
 
 
-def claims_outputs(content: Content) -> str | None:
+def _claims_outputs(content: Content) -> str | None:
     if content.kind != "torch" or not isinstance(content.value, list) or not content.value:
         return None
     return "a list of request outputs" if all(_outputs(record) for record in content.value) else None
 
 
-def read_outputs(content: Content) -> Dump:
+def _read_outputs(content: Content) -> Dump:
     return from_outputs(content.value, path=str(content.path))
 
 
@@ -183,6 +183,6 @@ def _sampled_logprobs(where: str, steps: Any, ids: np.ndarray) -> np.ndarray | N
 
 
 READERS = (
-    Reader("vllm-http", "answers of a vLLM server, JSON or JSON lines", claims_http, read_http),
-    Reader("vllm", "request outputs of vLLM in process, a torch file", claims_outputs, read_outputs),
+    Reader("vllm-http", "answers of a vLLM server, JSON or JSON lines", _claims_http, _read_http),
+    Reader("vllm", "request outputs of vLLM in process, a torch file", _claims_outputs, _read_outputs),
 )

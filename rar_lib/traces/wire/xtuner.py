@@ -35,11 +35,11 @@ def _states(content: Content) -> list[tuple[str, Mapping[str, Any]]]:
     return found
 
 
-def claims_states(content: Content) -> str | None:
+def _claims_states(content: Content) -> str | None:
     return "RolloutState records" if _states(content) else None
 
 
-def read_states(content: Content) -> Dump:
+def _read_states(content: Content) -> Dump:
     samples = []
     for where, state in _states(content):
         ids, prompt = token_ids(where, state["prompt_ids"], state["response_ids"])
@@ -86,7 +86,7 @@ def _answers(content: Content) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
             yield where, answer, meta["routed_experts"]
 
 
-def claims_lists(content: Content) -> str | None:
+def _claims_lists(content: Content) -> str | None:
     if content.kind not in ("json", "jsonl"):
         return None
     if any(True for _ in _answers(content)):
@@ -100,7 +100,7 @@ def claims_lists(content: Content) -> str | None:
     return None
 
 
-def read_lists(content: Content) -> Dump:
+def _read_lists(content: Content) -> Dump:
     samples = []
     for where, answer, routed in _answers(content):
         ids, prompt = token_ids(where, answer.get("prompt_token_ids"), answer.get("output_ids"))
@@ -122,6 +122,6 @@ def _listed(choice: Choice) -> tuple[np.ndarray | None, int]:
 
 
 READERS = (
-    Reader("xtuner", "XTuner debug_rollout_{step}.pt (pickled classes)", claims_states, read_states),
-    Reader("lmdeploy", "answers of an LMDeploy server, JSON or JSON lines", claims_lists, read_lists),
+    Reader("xtuner", "XTuner debug_rollout_{step}.pt (pickled classes)", _claims_states, _read_states),
+    Reader("lmdeploy", "answers of an LMDeploy server, JSON or JSON lines", _claims_lists, _read_lists),
 )
