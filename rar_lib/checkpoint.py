@@ -66,8 +66,13 @@ def resolve_checkpoint(name: str) -> Path:
     for place in places:
         if (place / "config.json").is_file():
             return place.resolve()
+    hint = (
+        ""
+        if DATA_DIR.is_dir()
+        else "; shipped checkpoints lie in data/checkpoints of the repository, not in the package"
+    )
     raise ConfigError(
-        f"model.path {name!r}: expected a Hugging Face folder with config.json at {' or '.join(map(str, places))}"
+        f"model.path {name!r}: expected a Hugging Face folder with config.json at {' or '.join(map(str, places))}{hint}"
     )
 
 
