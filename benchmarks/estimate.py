@@ -1,21 +1,22 @@
-"""Is the estimate before a run right? Estimated over actual time, memory and disk, for both pairs of engines.
+"""Is the estimate before a run right? Estimated over actual time, disk and memory, for both pairs of engines.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.estimate [--out benchmarks/results/estimate.json]
-
-Each case is a process of its own: it estimates, then runs the same job. `peak_ratio` is the peak while measuring over the peak of the run.
+Each case is a process of its own, several times: it estimates, then runs the same job; wall seconds. The peak of memory while measuring is held
+against that of the run.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from benchmarks.alternate import Figure, figure
 
 CASES: dict[str, dict[str, Any]] = {
     "hf R3": {"engine": "hf", "policy": "R3", "steps": 20, "prompts_per_step": 32},
@@ -39,38 +40,29 @@ def one(parameters: dict[str, Any]) -> dict[str, float]:
             run = run_job(config, session, runs_dir=Path(folder), show="none")
             seconds = time.perf_counter() - started
             disk = sum(f.stat().st_size for f in run.path.rglob("*") if f.is_file())
-    estimated = float(found.seconds.query("part != 'opening the engines'")["in_all"].sum())
     return {
-        "estimated_seconds": estimated,
+        "estimated_seconds": float(found.seconds.query("part != 'opening the engines'")["in_all"].sum()),
         "actual_seconds": seconds,
-        "time_ratio": estimated / seconds,
-        "bytes_beside_libraries": float(found.memory["bytes"].sum()),
-        "peak_while_measuring": float(found.peak or 0),
-        "peak_ratio": float(found.peak or 0) / (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
-        "disk_ratio": found.disk / disk,
+        "estimated_disk": found.disk,
+        "actual_disk": disk,
+        "estimated_peak": float(found.peak or 0),
+        "actual_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
-def main() -> None:
-    """Run every case in a fresh process, or one in this."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--case", default=None, help="run this one here and print its row")
-    options = parser.parse_args()
-    if options.case is not None:
-        print(json.dumps(one(CASES[options.case])))
-        return
-    rows = {}
+def measure(rounds: int) -> tuple[list[Figure], dict[str, Any]]:
+    """Figures of every case; the estimate of a run stands beside what it took."""
+    figures = []
     for name in CASES:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.estimate", "--case", name], capture_output=True, text=True, check=True
-        )
-        rows[name] = json.loads(done.stdout.strip().splitlines()[-1])
-    text = json.dumps(rows, indent=1)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
-    print(text)
+        command = [sys.executable, "-m", "benchmarks.estimate", name]
+        done = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(max(3, rounds // 5))]
+        rows = [json.loads(one.stdout.strip().splitlines()[-1]) for one in done]
+        for what in ("seconds", "disk", "peak"):
+            estimated, actual = ([row[f"{kind}_{what}"] for row in rows] for kind in ("estimated", "actual"))
+            made = figure(f"estimated {what}, {name}", "actual", estimated, actual)
+            figures.append(made if what == "seconds" else replace(made, seconds=None, base_seconds=None))
+    return figures, {}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(one(CASES[sys.argv[1]])))

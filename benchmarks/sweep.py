@@ -1,17 +1,12 @@
-"""What a sweep costs beside its points: papermill and kernel of one point, and skipping what is finished.
+"""What a sweep costs beside its points: process, papermill and kernel of one point, and skipping what is finished.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.sweep [--out benchmarks/results/sweep.json]
-
-`overhead`: wall seconds of a point (process, papermill, kernel, record) less those of the same code as a script in a fresh interpreter,
-in turn, for a notebook that does nothing and for one that runs a small job. `skip`: run_sweep over 100 points that have records, and the
-whole command with its imports. `memory`: peak of a point's kernel on both pairs of engines at the size of the quickstart.
+Wall seconds. A point (process, papermill, kernel, record) against the same code as a script in a fresh interpreter, in turn, every round a new
+seed, for a notebook that does nothing and for one that runs a small job; `seconds` and `against` give the difference. A whole `rar sweep` over
+100 finished points against `rar --help`. `more` has the peak of a point's kernel on both pairs of engines at the size of the quickstart.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.alternate import Figure, figure, in_turn
 from rar_lib.runs.executors import Options, pool
 from rar_lib.runs.files import write_json
 from rar_lib.runs.point import Record
@@ -36,7 +32,7 @@ def wall(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def overhead(folder: Path, parameters: str, code: str, rounds: int) -> dict[str, Any]:
+def overhead(name: str, folder: Path, parameters: str, code: str, rounds: int) -> Figure:
     """Point against script, in turn; every round is a new seed, so that nothing is reused."""
     from rar_lib.runs.grid import Grid, points_of  # not above: processes of the pool import this file
     from rar_lib.runs.sweep import task_of
@@ -58,20 +54,13 @@ def overhead(folder: Path, parameters: str, code: str, rounds: int) -> dict[str,
         )
         if number:  # the first warms the server and the caches
             pairs.append((as_point, as_script))
-    more = sorted(a - b for a, b in pairs)
-    return {
-        "seconds_more_a_point": round(statistics.median(more), 3),
-        "quartiles": [round(q, 3) for q in (statistics.quantiles(more, n=4)[0], statistics.quantiles(more, n=4)[2])],
-        "point": round(statistics.median(a for a, _ in pairs), 3),
-        "script": round(statistics.median(b for _, b in pairs), 3),
-        "rounds": rounds,
-    }
+    return figure(name, "the same as a script", [a for a, _ in pairs], [b for _, b in pairs])
 
 
-def skip(folder: Path, count: int) -> dict[str, Any]:
+def skip(folder: Path, count: int, rounds: int) -> Figure:
     """Finished points, looked up and left alone."""
     from rar_lib.runs.grid import Grid, points_of
-    from rar_lib.runs.sweep import folder_of, run_sweep
+    from rar_lib.runs.sweep import folder_of
 
     notebook = write_notebook(folder / "point.ipynb", PARAMETERS, JOB)
     values = {"notebook": str(notebook), "seeds": list(range(count))}
@@ -80,17 +69,15 @@ def skip(folder: Path, count: int) -> dict[str, Any]:
         place = folder_of(point, folder)
         place.mkdir(parents=True)
         write_json(place / "record.json", asdict(Record(point.id, "done", seconds=1.0, finished=1.0)))
-    times = []
-    for _ in range(5):
-        times.append(wall(lambda: run_sweep(grid, runs_dir=folder)))
     path = write_grid(folder / "skip.yaml", **values)
     command = [sys.executable, "-m", "rar_lib", "sweep", str(path), "--runs-dir", str(folder)]
-    whole = [wall(lambda: subprocess.run(command, check=True, capture_output=True)) for _ in range(3)]
-    return {
-        "points": count,
-        "seconds": round(statistics.median(times), 3),
-        "whole_command": round(statistics.median(whole), 3),
+    nothing = [sys.executable, "-m", "rar_lib", "sweep", "--help"]
+    things = {
+        "sweep": lambda: subprocess.run(command, check=True, capture_output=True),
+        "help": lambda: subprocess.run(nothing, check=True, capture_output=True),
     }
+    seconds = in_turn(things, rounds, wall)
+    return figure(f"sweep of {count} finished points", "its help", seconds["sweep"], seconds["help"])
 
 
 def memory(folder: Path) -> dict[str, Any]:
@@ -108,27 +95,15 @@ def memory(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
-    found: dict[str, Any] = {}
-    for name, make in {
-        "overhead, nothing to do": lambda f: overhead(f, NOTHING, "print(seed)", options.rounds),
-        "overhead, a small job": lambda f: overhead(f, PARAMETERS, JOB, options.rounds),
-        "skip": lambda f: skip(f, 100),
-        "memory": memory,
-    }.items():
+def measure(rounds: int) -> tuple[list[Figure], dict[str, Any]]:
+    """All figures, and the memory of kernels."""
+    found = []
+    for name, parameters, code in (
+        ("point of a sweep that does nothing", NOTHING, "print(seed)"), ("point of a sweep that runs a small job", PARAMETERS, JOB),
+    ):  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = make(Path(folder))
-        print(name, json.dumps(found[name]), flush=True)
-    if options.out is not None:
-        from rar_lib.runs.store import describe_environment
-
-        write_json(options.out, {"environment": describe_environment(0), **found})
-
-
-if __name__ == "__main__":
-    main()
+            found.append(overhead(name, Path(folder), parameters, code, max(4, rounds // 2)))
+    with tempfile.TemporaryDirectory() as folder:
+        found.append(skip(Path(folder), 100, max(4, rounds // 3)))
+    with tempfile.TemporaryDirectory() as folder:
+        return found, {"memory of a kernel": memory(Path(folder))}

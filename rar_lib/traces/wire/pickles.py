@@ -5,6 +5,8 @@
   inert stand-ins; any other name ends in an error that lists it.
 - Pickles are read only with `allow_pickle=True`, and even then every name outside a short list of plain containers, numpy arrays and
   tensors becomes an `Inert` record of its arguments and state.
+
+One file: what is loaded, what stands in for a class, and what is refused before either are one rule of trust.
 """
 
 from __future__ import annotations
