@@ -41,8 +41,9 @@ from rar_lib.engines.base import (
     Trainer,
     UpdateResult,
 )
+from rar_lib.engines.same_weights import require_same_weights
 from rar_lib.engines.session import EngineSession, require_fit, resolve_engines
-from rar_lib.errors import DivergedError, EngineError, ReplayError
+from rar_lib.errors import DivergedError, ReplayError
 from rar_lib.evaluate import evaluate
 from rar_lib.metrics.mismatch import noise_floor
 from rar_lib.planner import Planner
@@ -64,11 +65,6 @@ from rar_lib.tasks import Task
 
 logger = logging.getLogger("rar")
 NOISE_SEQUENCES = 64  # scored one by one for the trainer's noise floor: CPU kernels sum alike at most larger sizes
-
-# Nats a token; an fp8-rounded bf16 rollout lies near 0.01. Rollout.check_sync is the exact check.
-LARGEST_SYNC_GAP = 0.1
-# Of what tokens differ by that are paired wrongly. Text that the model never saw: 0.4 with the weights in place; layers exchanged: 0.7.
-LARGEST_SYNC_SHARE = 0.5
 
 
 def run_job(
@@ -179,7 +175,8 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
             scored["R3"] = trainer.logprobs(batch, temperature=temperature, replay=Replay.full(sample.trace))
         clock.tick("paired")
         if step == 0:  # later one answer may carry the mean; that pushes arrive is proved whenever engines are opened
-            _require_sync(mu, scored.get("none") or trainer.logprobs(batch, temperature=temperature), batch)
+            judged_by = scored.get("none") or trainer.logprobs(batch, temperature=temperature)
+            require_same_weights(mu, judged_by.logprobs, mask)
         floor: measure.Row = {}
         if diagnose and _due(config, step, config.diagnostics.noise_floor_every):
             floor = noise_floor_row(config, rollout, trainer, batch, mu, scored["none"])
@@ -328,28 +325,6 @@ def noise_floor_row(
     some = torch.arange(min(len(batch), NOISE_SEQUENCES))
     alone = trainer.logprobs(batch.select(some), temperature=sampling.temperature, micro_batch_size=1)
     return row | noise_floor(native.logprobs[some], alone.logprobs, mask[some], prefix="noise_floor/trainer/")
-
-
-def _require_sync(mu: torch.Tensor, native: LogprobResult, batch: TokenBatch) -> None:
-    """Rollout and trainer hold the same weights: their log-probs must be close before anything is learned from them.
-
-    On text that a model was not trained on, rounding alone can move a few tokens by nats. So a wide gap is refused only where the
-    trainer knows hardly more of a token's log-prob than of another token's; where it does, the gap is the mismatch, and is told.
-    """
-    rollout, trainer = mu[batch.response_mask], native.logprobs[batch.response_mask]
-    gap = float((trainer - rollout).abs().mean())
-    if gap <= LARGEST_SYNC_GAP:
-        return
-    unrelated = float((trainer.roll(len(trainer) // 2) - rollout).abs().mean())
-    told = f"rollout and trainer differ by {gap:.3f} nats a token on the first batch, where at most {LARGEST_SYNC_GAP} is usual"
-    if not gap <= LARGEST_SYNC_SHARE * unrelated:
-        raise EngineError(
-            f"{told}; log-probs of unrelated tokens differ by {unrelated:.3f}: the weights were not pushed, or under wrong names"
-        )
-    logger.warning(
-        "%s: the engines compute this text very differently; rollout.precision native and dtype float32 show how much is rounding",
-        told,
-    )
 
 
 def _require_identity(new: torch.Tensor, old: torch.Tensor) -> None:
