@@ -33,7 +33,8 @@ from rar_lib.metrics.replay import binding_share, drift, forced_routers, target_
 from rar_lib.replay.counts import PassCounts
 from rar_lib.replay.diagnostics import PassDiagnostics, ReplayDiagnostics, ScoreDiagnostics
 from rar_lib.replay.resolve import resolve_biased
-from rar_lib.replay.scores import ExpertScore, Stability
+from rar_lib.replay.scores import ExpertScore
+from rar_lib.replay.stability import Stability
 from rar_lib.traces.trace import RouteTrace, Status
 
 Row = dict[str, Any]

@@ -25,8 +25,8 @@ from rar_lib.replay.scores import (
     ExpertScore,
     SignalRequest,
     expert_score,
-    rank_agreement,
 )
+from rar_lib.replay.stability import rank_agreement
 from rar_lib.stages import flip_calibration_table, stages
 
 logger = logging.getLogger("rar")

@@ -199,10 +199,10 @@ class SGLangServerRollout(ServedRollout):
         return answers
 
     def rescore(self, batch: TokenBatch, sampling: SamplingConfig) -> torch.Tensor:
-        """See `Rollout.rescore`. SGLang scores prompts at temperature 1 only.
+        """See `Rollout.rescore`: `[S, T]`. SGLang scores prompts at temperature 1 only.
 
         Raises:
-            EngineError: at another temperature.
+            EngineError: at another temperature; if the server dies, answers without log-probs, or answers for other weights.
         """
         require_temperature_one("SGLang", sampling)
         rows = [batch.tokens[i, : batch.lengths[i]].tolist() for i in range(len(batch))]

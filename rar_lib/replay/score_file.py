@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from rar_lib.errors import ConfigError
-from rar_lib.replay.scores import ExpertScore, Stability
+from rar_lib.replay.scores import ExpertScore
+from rar_lib.replay.stability import Stability
 from rar_lib.replay.stored import read_stored, write_stored
 
 _KEY = "rar_score"

@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 
 from rar_lib.errors import ConfigError, ReplayError
+from rar_lib.replay.stability import Stability, half_of_prompts, stability
 from rar_lib.traces.trace import RouteTrace
 
 Estimator = Literal["gate", "param", "param_exact", "swap"]
@@ -292,56 +293,6 @@ def score_sums(
     return cell_sums(q, trace, sequences)
 
 
-@dataclass(frozen=True)
-class Stability:
-    """Spearman correlation of the within-layer rankings of two halves, mean over layers.
-
-    Attributes:
-        spearman: None where no layer has three cells scored in both halves.
-        null_low, null_high: 2.5 and 97.5 % of the same number with one half permuted within each layer.
-    """
-
-    spearman: float | None
-    null_low: float | None
-    null_high: float | None
-
-
-def rank_agreement(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Mean over layers of Spearman's correlation of two `[L, E]` scores, over cells scored in both (ties share ranks)."""
-    found = []
-    for x, y in zip(a, b, strict=True):
-        both = np.isfinite(x) & np.isfinite(y)
-        if both.sum() >= 3:
-            p, q = _ranks(x[both]), _ranks(y[both])
-            spread = p.std() * q.std()
-            if spread > 0:
-                found.append(float(((p - p.mean()) * (q - q.mean())).mean() / spread))
-    return float(np.mean(found)) if found else None
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Average ranks."""
-    _, inverse, count = np.unique(values, return_inverse=True, return_counts=True)
-    first = np.cumsum(count) - count
-    return (first + (count - 1) / 2)[inverse]
-
-
-def stability(first: np.ndarray, second: np.ndarray, *, permutations: int = 200, seed: int = 0) -> Stability:
-    """Split-half agreement beside its within-layer permutation null.
-
-    Args:
-        first, second: `[L, E]` scores of the halves, -inf where unscored.
-        permutations, seed: of the null.
-    """
-    rng = np.random.default_rng(seed)
-    null = [rank_agreement(first, rng.permuted(second, axis=1)) for _ in range(permutations)]
-    drawn = [value for value in null if value is not None]
-    if not drawn:
-        return Stability(rank_agreement(first, second), None, None)
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return Stability(rank_agreement(first, second), float(low), float(high))
-
-
 def expert_score(
     signals: RouteSignals,
     trace: RouteTrace,
@@ -377,10 +328,3 @@ def expert_score(
         found = stability(halves[0], halves[1], seed=seed)
     values = aggregate(sums, aggregation, shrinkage)
     return ExpertScore(values, sums.count, estimator, aggregation, signals.labels, sums.tokens, found)
-
-
-def half_of_prompts(groups: np.ndarray, seed: int = 0) -> np.ndarray:
-    """bool `[S]`: a random half of the prompts, whole prompts only."""
-    names = np.unique(groups)
-    chosen = np.random.default_rng(seed).permutation(names)[: len(names) // 2]
-    return np.isin(groups, chosen)

@@ -22,7 +22,14 @@ from rar_lib.engines.trainers import TRAINERS
 from rar_lib.errors import ConfigError, EngineError
 from rar_lib.replay import recording
 from rar_lib.replay.points import find_points
-from rar_lib.replay.scores import RouteSignals, SignalRequest, aggregate, rank_agreement, route_scores, score_sums
+from rar_lib.replay.scores import (
+    RouteSignals,
+    SignalRequest,
+    aggregate,
+    route_scores,
+    score_sums,
+)
+from rar_lib.replay.stability import rank_agreement
 from rar_lib.rl.objectives import grpo_loss
 from rar_lib.traces.trace import RouteTrace
 from tests.conftest import Sampled

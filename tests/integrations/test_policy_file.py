@@ -11,7 +11,8 @@ from safetensors.numpy import save_file
 from rar_lib.errors import ConfigError
 from rar_lib.integrations.policy_file import load_policy
 from rar_lib.replay.score_file import load_score, save_score
-from rar_lib.replay.scores import ExpertScore, Stability
+from rar_lib.replay.scores import ExpertScore
+from rar_lib.replay.stability import Stability
 
 
 def score(values: np.ndarray) -> ExpertScore:

@@ -27,12 +27,10 @@ from rar_lib.replay.scores import (
     aggregate,
     cell_sums,
     expert_score,
-    half_of_prompts,
-    rank_agreement,
     route_scores,
     score_sums,
-    stability,
 )
+from rar_lib.replay.stability import half_of_prompts, rank_agreement, stability
 from rar_lib.traces.synthetic import synthetic
 from rar_lib.traces.trace import RouteTrace, Status, TraceHeader
 from tests.replay.test_budget_matched_replay import candidates
