@@ -53,7 +53,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV)
 	@echo "installing $(TORCH)"
 	@$(BIN)/python -m pip install --quiet --constraint requirements.lock "$(TORCH)"
-	@echo "installing requirements.lock"
+	@echo "installing requirements.lock: some 280 packages, a few minutes"
 	@$(BIN)/python -m pip install --quiet --no-deps --requirement requirements.lock
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $(STAMP)

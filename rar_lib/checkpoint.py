@@ -66,8 +66,13 @@ def resolve_checkpoint(name: str) -> Path:
     for place in places:
         if (place / "config.json").is_file():
             return place.resolve()
+    hint = (
+        ""
+        if DATA_DIR.is_dir()
+        else "; shipped checkpoints lie in data/checkpoints of the repository, not in the package"
+    )
     raise ConfigError(
-        f"model.path {name!r}: expected a Hugging Face folder with config.json at {' or '.join(map(str, places))}"
+        f"model.path {name!r}: expected a Hugging Face folder with config.json at {' or '.join(map(str, places))}{hint}"
     )
 
 
@@ -113,6 +118,8 @@ def load_tokenizer(path: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {path}: no tokenizer could be loaded: {error}") from None
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # Transformers makes an empty one where there are no files
+        raise ConfigError(f"model.path {path}: expected a tokenizer, found none (no tokenizer.json or its like)")
     vocabulary = load_model_config(path).get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
         raise ConfigError(f"model.path {path}: the tokenizer has {len(tokenizer)} tokens, the model only {vocabulary}")
@@ -173,6 +180,7 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32, kernels: str = "e
             `fused`, PyTorch's attention and grouped matrix products.
 
     Raises:
+        ConfigError: if the folder holds no weights.
         EngineError: if Transformers has no such kernels for the model's class.
     """
     attention, experts = KERNELS[kernels]
@@ -183,6 +191,8 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32, kernels: str = "e
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=attention, experts_implementation=experts
             )
+        except OSError as error:
+            raise ConfigError(f"model.path {path}: the weights cannot be loaded: {error}") from None
         except (ValueError, ImportError) as error:
             if kernels == "eager":
                 raise

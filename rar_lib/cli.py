@@ -446,6 +446,11 @@ COMMANDS: dict[str, Any] = {
 }
 
 
+# Packages that a command may miss where only `pip install .` was done, and the extra that brings them.
+EXTRAS = {
+    **dict.fromkeys(("httpx", "reasoning_gym", "tokenizers", "transformers"), "hf"),
+    **dict.fromkeys(("IPython", "ipywidgets", "nbclient", "nbformat", "papermill", "psutil"), "notebooks"),
+}
 RUNS: dict[str, Any] = {"list": list_runs, "show": show_run, "rm": remove_runs}
 
 
@@ -462,6 +467,12 @@ def main() -> None:
             tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="rar", description=(__doc__ or "").partition("\n\n")[0])
     except RarError as error:
         print(f"rar: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        print(f"rar: {error.name} is not installed; install the extra rar-lib[{extra}]", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # the reader of a pipe had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -98,6 +98,10 @@ def export_plan(
     if framework not in FRAMEWORKS:
         raise ConfigError(f"for: expected one of {', '.join(FRAMEWORKS)}, found {framework!r}")
     path, target = Path(path), FRAMEWORKS[framework]
+    if path.is_dir():
+        plans = sorted(str(found) for found in path.glob("**/*-plan.safetensors"))
+        told = f"plans in it: {', '.join(plans)}" if plans else "no plans in it"
+        raise ReplayError(f"{path}: expected the file of a plan, found a folder ({told})")
     plan = load_plan(path)
     record = find_trace(plan, path) if trace is None else RouteTrace.load(trace)
     record.verify()

@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,12 +85,15 @@ class Task:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ConfigError(f"task.{field} {path}, line {number}: {error}") from None
-            if (
-                not isinstance(row, dict)
-                or not isinstance(row.get("prompt"), str)
-                or not isinstance(row.get("answer"), str)
-            ):
-                raise ConfigError(f"task.{field} {path}, line {number}: expected the texts `prompt` and `answer`")
+            wrong = [
+                key for key in ("prompt", "answer") if not isinstance(row, dict) or not isinstance(row.get(key), str)
+            ]
+            if wrong:
+                told = line.strip() if len(line.strip()) <= 80 else line.strip()[:77] + "..."
+                raise ConfigError(
+                    f"task.{field} {path}, line {number}: expected the texts `prompt` and `answer`, "
+                    f"found no text `{'` and `'.join(wrong)}` in {told}"
+                )
             rows.append(row)
         if not rows:
             raise ConfigError(f"task.{field} {path}: expected at least one prompt")
@@ -122,12 +126,18 @@ class Task:
         """Reward of a decoded response (end token removed): 1.0 or 0.0 for exact match, else the user's number.
 
         Raises:
-            ConfigError: if the user's reward is not finite.
+            ConfigError: if the user's function fails, or returns something other than a finite number.
         """
         answer = response[::-1] if self.config.reverse_digits else response
         if self._reward is None:
             return float(answer == problem.entry["answer"])
-        reward = float(self._reward(answer, problem.entry))
+        try:
+            reward = float(self._reward(answer, problem.entry))
+        except Exception as error:  # whatever a user's own code may raise
+            raise ConfigError(
+                f"task.reward {self.config.reward!r}: expected a number for {problem.uid} and the answer {answer!r}, "
+                f"found {type(error).__name__}: {error}{_place_in(self.config.reward, error)}"
+            ) from error
         if not math.isfinite(reward):
             raise ConfigError(
                 f"task.reward {self.config.reward!r}: expected a finite number for {problem.uid}, found {reward}"
@@ -153,7 +163,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     """A function given as `path/to/file.py:name`.
 
     Raises:
-        ConfigError: if the file or the function is not there.
+        ConfigError: if the file or the function is not there, or the file cannot be imported.
     """
     path, _, name = spec.rpartition(":")
     if not path or not Path(path).is_file():
@@ -164,8 +174,21 @@ def load_function(spec: str) -> Callable[..., Any]:
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's own code may raise
+        raise ConfigError(
+            f"task.reward {spec!r}: {path} cannot be imported: {type(error).__name__}: {error}{_place_in(spec, error)}"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"task.reward {spec!r}: {path} has no function {name!r}")
     return function
+
+
+def _place_in(spec: str, error: Exception) -> str:
+    """The last line of the user's file that an error went through, as text to append; empty where it went through none."""
+    path = Path(spec.rpartition(":")[0]).resolve()
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
+    return f" ({path.name}, line {lines[-1]})" if lines else ""

@@ -16,6 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from rar_lib.cli import main
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -91,3 +93,25 @@ def test_a_wrong_python_is_said_in_one_line(tmp_path: Path) -> None:
     assert len(lines) == 1
     assert "needs CPython 3.11" in lines[0]
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "extra"),
+    [
+        ("psutil", ["sweep", "grid.yaml", "--dry-run"], "notebooks"),
+        ("transformers", ["run", "--estimate"], "hf"),
+        ("tokenizers", ["base", "--out", "made"], "hf"),
+    ],
+)
+def test_a_missing_extra_is_named(
+    module: str, arguments: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a plain `pip install .`, which is enough for the doctor."""
+    for name in [n for n in sys.modules if n == "rar_lib.runs.executors" or n.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(sys, "argv", ["rar", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"rar: {module} is not installed; install the extra rar-lib[{extra}]" in capsys.readouterr().err

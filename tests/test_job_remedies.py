@@ -197,7 +197,8 @@ def test_a_resumed_run_is_not_refused_for_a_heavy_batch(tmp_path: Path, monkeypa
     whole = run_job(config, runs_dir=tmp_path, show="none")
     (whole.path / "summary.json").unlink()
     shutil.rmtree(whole.path / "checkpoints" / "step-000002")
-    monkeypatch.setattr("rar_lib.job.LARGEST_SYNC_GAP", 0.0)
+    monkeypatch.setattr("rar_lib.engines.same_weights.LARGEST_GAP", 0.0)
+    monkeypatch.setattr("rar_lib.engines.same_weights.LARGEST_SHARE", 0.0)
     again = run_job(config, runs_dir=tmp_path, show="none")
     pd.testing.assert_frame_equal(numbers(again.metrics), numbers(whole.metrics), check_exact=True)
 

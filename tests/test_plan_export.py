@@ -237,6 +237,16 @@ def test_what_cannot_be_told_is_refused(case: Case, tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_a_run_folder_instead_of_its_plan(case: Case, tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match=r"expected the file of a plan, found a folder \(no plans in it\)"):
+        export_plan(case.folder, "verl", tmp_path / "out")
+    plan = case.plan("full", "token_layer")
+    (case.folder / "traces").mkdir()
+    plan.rename(case.folder / "traces" / "step-000000-plan.safetensors")
+    with pytest.raises(ReplayError, match=r"plans in it: .*/traces/step-000000-plan\.safetensors"):
+        export_plan(case.folder, "verl", tmp_path / "out")
+
+
 def test_the_command(case: Case, capsys: Any, monkeypatch: Any) -> None:
     plan, out = case.plan("full", "token_layer"), case.folder / "out"
 

@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 
+from rar_lib.checkpoint import SpecialTokens
 from rar_lib.config import JobConfig
 from rar_lib.engines import launcher, vllm_rollout
 from rar_lib.engines.base import Replay, TokenBatch
@@ -80,6 +81,21 @@ def test_missing_checkpoint(tmp_path: Path) -> None:
         ConfigError, match=r"model\.path 'nowhere': expected a Hugging Face folder with config\.json at"
     ):
         run(tmp_path, "model.path=nowhere")
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ("tokenizer*", "the weights cannot be loaded: .*no file named model.safetensors"),
+        ("model*", "expected a tokenizer, found none"),
+    ],
+)
+def test_a_checkpoint_that_lacks_half_of_its_files(tmp_path: Path, checkpoint: Path, kept: str, message: str) -> None:
+    (tmp_path / "half").mkdir()
+    for file in (checkpoint / "config.json", *checkpoint.glob(kept)):
+        shutil.copy(file, tmp_path / "half")
+    with pytest.raises(ConfigError, match=rf"model\.path {tmp_path}/half: {message}"):
+        run(tmp_path, f"model.path={tmp_path}/half")
 
 
 @pytest.mark.parametrize("engine", ["hf", "megatron"])
@@ -263,6 +279,19 @@ def test_a_vllm_that_cannot_capture_routes(error: Exception, checkpoint: Path, m
         match=rf"vLLM {vllm.__version__} cannot be started with capture of routed experts: .*routed_experts",
     ):
         vllm_rollout._create(checkpoint, "float32", 512)
+
+
+def test_a_model_that_vllm_has_no_kernel_for(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_forward(*args: Any) -> None:
+        raise RuntimeError("Unsupported CPU attention configuration: head_dim=16")
+
+    ended: list[Any] = []
+    monkeypatch.setattr(vllm_rollout, "_create", lambda *args: None)
+    monkeypatch.setattr(vllm_rollout.VLLMRollout, "rescore", first_forward)
+    monkeypatch.setattr(vllm_rollout.VLLMRollout, "shutdown", lambda self: ended.append(self))
+    with pytest.raises(EngineError, match=r"cannot compute .*tiny-moe here: Unsupported CPU.*; rollout\.engine hf can"):
+        vllm_rollout.VLLMRollout(checkpoint, JobConfig().rollout, SpecialTokens((1,), 0))
+    assert len(ended) == 1
 
 
 def test_a_vllm_that_returns_no_routes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,49 @@ def test_a_broken_prompt_file_is_named_by_line(tmp_path: Path) -> None:
     file.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": 3}\n')
     with pytest.raises(ConfigError, match="line 2"):
         Task(TaskConfig(name="file", prompts_file=str(file)))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": "a", "answer": 5},
+            'line 1: expected the texts `prompt` and `answer`, found no text `answer` in {"prompt"',
+        ),
+        ({"prompt": 3}, "found no text `prompt` and `answer` in"),
+        (["a", "b"], "found no text `prompt` and `answer` in"),
+        ({"prompt": "a" * 200, "answer": None}, "aaa..."),
+    ],
+)
+def test_what_a_row_lacks_is_named(tmp_path: Path, row: object, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Task(TaskConfig(name="file", prompts_file=str(tmp_path / "p.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "return entry['target']",
+            "for chain_sum/train/0 and the answer 'xy', found KeyError: 'target' (reward.py, line 2)",
+        ),
+        ("return 'good'", "found ValueError: could not convert string to float: 'good'"),
+        ("return None", "found TypeError: float() argument"),
+    ],
+)
+def test_a_reward_function_that_fails_is_named_with_its_line(tmp_path: Path, body: str, message: str) -> None:
+    (tmp_path / "reward.py").write_text(f"def mine(answer, entry):\n    {body}\n")
+    task = Task(TaskConfig(reward=f"{tmp_path}/reward.py:mine", reverse_digits=False))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        task.score("xy", task.problem(0))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("def mine((a):\n", "cannot be imported: SyntaxError"), ("import os\n1 / 0\n", "ZeroDivisionError: division by zero (reward.py, line 2)")],
+)  # fmt: skip
+def test_a_reward_file_that_cannot_be_imported_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "reward.py").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Task(TaskConfig(reward=f"{tmp_path}/reward.py:mine"))

@@ -61,7 +61,8 @@ class VLLMRollout:
         special: tokens that end and pad a response.
 
     Raises:
-        EngineError: if vLLM is missing, cannot capture routes, or its update path does not reproduce its loading path.
+        EngineError: if vLLM is missing, cannot capture routes or compute the model, or its update path does not reproduce
+            its loading path.
     """
 
     name = "vllm"
@@ -79,7 +80,15 @@ class VLLMRollout:
         self.header = self.header.model_copy(update={"producer_version": vllm.__version__})
         self.weight_version = -1
         self._probe = probe_batch(load_model_config(path).get_text_config().vocab_size, special.pad)
-        self._fresh = self.rescore(self._probe, SamplingConfig())
+        try:
+            self._fresh = self.rescore(self._probe, SamplingConfig())
+        except EngineError:
+            raise
+        except RuntimeError as error:  # what vLLM's kernels do not take, they say at the first forward
+            self.shutdown()
+            raise EngineError(
+                f"rollout.engine vllm: vLLM {vllm.__version__} cannot compute {path} here: {error}; rollout.engine hf can"
+            ) from error
 
     def reconfigure(self, config: RolloutConfig) -> None:
         """Another precision or sampling for the same engine; the dtype is fixed at creation.

@@ -54,9 +54,9 @@ def read_sources(paths: Sequence[Path]) -> Sources:
     """Read every source.
 
     Raises:
-        ConfigError: for a folder that is neither a complete run, nor a study, nor a frontier.
+        ConfigError: for folders that are neither a complete run, nor a study, nor a frontier; a line each.
     """
-    found = Sources()
+    found, faults = Sources(), []
     for path in paths:
         if (path / "summary.json").exists():
             found.runs.append(RunResult.read(path))
@@ -66,7 +66,9 @@ def read_sources(paths: Sequence[Path]) -> Sources:
             found.frontiers.append(load_frontier(path))
         else:
             what = "an interrupted run (no summary.json)" if (path / "config.json").exists() else "none of them"
-            raise ConfigError(f"{path}: expected a complete run folder, a study or a frontier, found {what}")
+            faults.append(f"{path}: expected a complete run folder, a study or a frontier, found {what}")
+    if faults:
+        raise ConfigError("\n".join(faults))
     return found
 
 
