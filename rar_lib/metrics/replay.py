@@ -66,6 +66,8 @@ def router_probabilities(scores: torch.Tensor) -> torch.Tensor:
     """
     wide = scores.double()
     given = (wide >= 0).all(-1, keepdim=True) & ((wide.sum(-1, keepdim=True) - 1).abs() < 1e-3)
+    if wide.device.type == "cpu" and bool(given.all()):  # on a device, asking would wait for it
+        return wide
     return torch.where(given, wide, wide.softmax(-1))
 
 

@@ -183,15 +183,16 @@ class Replaying:
     ) -> None:
         """Fidelity and regret of one router call; which executed experts were forced, for the gradients to come."""
         known = recorded[:, 0] >= 0
-        same = used[:, :, None] == recorded[:, None, :]  # [rows, executed slot, recorded slot]
+        same = (used[:, :, None] == recorded[:, None, :]) & known[:, None, None]  # [rows, executed slot, recorded slot]
+        held = same.any(-1)
         self._add("cells", known.sum())
-        self._add("kept", (same & known[:, None, None]).sum())
+        self._add("kept", held.sum())
         p = router_probabilities(scores)
         given_up = p.gather(1, native).sum(-1) - p.gather(1, used).sum(-1)
         self._add("outside", (known & torch.isneginf(scores.gather(1, used)).any(-1)).sum())
         self._add("regret", torch.where(known, given_up, 0).sum())
-        wanted = asked if asked.ndim == 2 else asked[:, None]
-        self._forced_slots[point.layer].append(((same & wanted[:, None, :] & known[:, None, None]).any(-1), known))
+        forced = held & asked[:, None] if asked.ndim == 1 else (same & asked[:, None, :]).any(-1)
+        self._forced_slots[point.layer].append((forced, known))
 
     def _listen(self, point: SelectionPoint, logits: torch.Tensor, ids: torch.Tensor) -> None:
         """Square the gradient of the logits of the executed experts when it comes, apart for forced and free ones."""
