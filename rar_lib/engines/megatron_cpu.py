@@ -19,10 +19,15 @@ from rar_lib.config import TrainerConfig
 from rar_lib.errors import EngineError
 
 
+_NAMING = {torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.type}  # what may name a device without the keyword
+
+
 class _CudaNamesToCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func not in _NAMING and not (kwargs and "device" in kwargs):  # nearly every call
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = dict(kwargs or {})
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs["device"] = "cpu"
