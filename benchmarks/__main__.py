@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,45 +65,54 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
+HEAD = """# Benchmarks
+
+Made by `make bench`. Every figure is a ratio of two things that ran in turn in one run: median over rounds, quartiles in brackets. Seconds
+are medians, CPU seconds of one thread where the part does not say otherwise; only ratios are meant to hold elsewhere. What misses its goal, and
+what departs from linear, is explained in [the README of the benchmarks](../README.md)."""
+COLUMNS = ("figure", "against", "ratio", "rounds", "seconds", "against", "goal", "met")
+MET = {None: "", True: "yes", False: "**no**"}
+
+
 def table(found: dict[str, Any]) -> str:
     """The Markdown page."""
-    first = next(iter(found.values()))["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    lines = [
-        "# Benchmarks", "",
-        "Made by `make bench`; every figure is a ratio of two things that ran in turn in one run: median over rounds, quartiles in brackets. Seconds are CPU "
-        "seconds of one thread unless a part says otherwise, and only their ratio is meant to hold elsewhere. What departs from its goal, and why, is in "
-        "[README.md](README.md).", "",
-        f"Machine: {first['processor']}, {first['cpus']} CPUs, Python {first['python']}; {versions}.",
-    ]  # fmt: skip
+    blocks = [HEAD]
     for part, one in found.items():
-        about = one["about"].split("\n\n")[0].replace("\n", " ")
-        lines += [
-            "",
+        blocks += [
             f"## {part}",
-            "",
-            f"{about} Revision {(one['environment']['git_revision'] or 'unknown')[:7]}.",
-            "",
+            one["about"],
+            machine_of(one),
+            "\n".join(map(line, (COLUMNS, ["---"] * len(COLUMNS), *rows(one)))),
         ]
-        lines += [
-            "| figure | against | ratio | rounds | seconds | against | goal | met |",
-            "|---|---|---|---|---|---|---|---|",
+    return "\n\n".join(blocks) + "\n"
+
+
+def machine_of(one: dict[str, Any]) -> str:
+    """What a part ran on, in a sentence."""
+    where = one["environment"]
+    versions = {**where["versions"], **one["more"].get("versions", {})}
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    revision = (where["git_revision"] or "unknown")[:7]
+    return f"{where['processor']}, {where['cpus']} CPUs, Python {where['python']}; {told}; revision {revision}."
+
+
+def rows(one: dict[str, Any]) -> Iterator[list[str]]:
+    """The cells of each figure of a part."""
+    for f in one["figures"]:
+        yield [
+            f["name"] + (f" ({f['note']})" if f["note"] else ""),
+            f["base"],
+            f"{f['ratio']:.3g} [{f['low']:.3g}, {f['high']:.3g}]",
+            str(f["rounds"]),
+            *("" if f[key] is None else f"{f[key]:.3g}" for key in ("seconds", "base_seconds")),
+            "" if f["goal"] is None else f"{f['sense']} {f['goal']:g}",
+            MET[f["met"]],
         ]
-        for f in one["figures"]:
-            goal = "" if f["goal"] is None else f"{f['sense']} {f['goal']:g}"
-            seconds = ["" if f[key] is None else f"{f[key]:.3g}" for key in ("seconds", "base_seconds")]
-            met = {None: "", True: "yes", False: "**no**"}[f["met"]]
-            cells = [
-                f["name"],
-                f["base"],
-                f"{f['ratio']:.3g} [{f['low']:.3g}, {f['high']:.3g}]",
-                str(f["rounds"]),
-                *seconds,
-                goal,
-                met,
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+
+
+def line(cells: Sequence[str]) -> str:
+    """A line of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:

@@ -1,15 +1,16 @@
 """Ratios on a noisy machine: things run in turn, in one run, and only their ratios are kept.
 
-CPU seconds of the process, not wall time: neighbours on the machine then count for little. The order within a round
-changes from round to round, so that whoever goes second gains nothing from warm caches. A ratio is taken round by round; its
-median and quartiles over the rounds are the figure and its spread.
+CPU seconds of the process, not wall time: neighbours on the machine then count for little. The order of a round
+is drawn anew, from a fixed seed, so that nobody gains from who went before. A ratio is taken round by round; its median and quartiles
+over the rounds are the figure and its spread.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ class Figure:
     Attributes:
         name: what was measured.
         base: what it is divided by.
-        ratio: median over rounds.
+        ratio: median over rounds, or ratio of sums (`totals`).
         low, high: quartiles.
         rounds: how many.
         seconds, base_seconds: medians, CPU seconds unless `note` says otherwise; None where no time was measured.
@@ -67,7 +68,7 @@ def in_turn(
     measure: Callable[[Callable[[], Any]], float] = cpu_seconds,
     warm: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of every thing in every round; the order turns by one a round.
+    """Seconds of every thing in every round.
 
     Args:
         things: name to call.
@@ -80,11 +81,17 @@ def in_turn(
         for _ in range(warm):
             things[name]()
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+    for order in orders(names, rounds):
+        for name in order:
             seconds[name].append(measure(things[name]))
     return seconds
+
+
+def orders(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
+    """Who comes when in each round."""
+    drawn = random.Random(0)
+    for _ in range(rounds):
+        yield drawn.sample(names, len(names))
 
 
 def figure(name: str, base: str, thing: Sequence[float], of: Sequence[float], **more: Any) -> Figure:
@@ -100,6 +107,26 @@ def figure(name: str, base: str, thing: Sequence[float], of: Sequence[float], **
     return Figure(
         name, base, round(middle, 4), round(low, 4), round(high, 4), len(ratios),
         round(statistics.median(thing), 5), round(statistics.median(of), 5), **more,
+    )  # fmt: skip
+
+
+def totals(name: str, base: str, thing: Sequence[float], of: Sequence[float], **more: Any) -> Figure:
+    """The ratio of two sums over rounds, where rounds differ by design; quartiles by resampling rounds, in pairs.
+
+    Args:
+        name, base: see Figure.
+        thing, of: seconds of each round.
+        more: other fields of the Figure.
+    """
+    drawn, places = random.Random(0), range(len(thing))
+    ratios = []
+    for _ in range(1000):
+        some = drawn.choices(places, k=len(thing))
+        ratios.append(sum(thing[i] for i in some) / sum(of[i] for i in some))
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return Figure(
+        name, base, round(sum(thing) / sum(of), 4), round(low, 4), round(high, 4), len(thing),
+        round(statistics.mean(thing), 5), round(statistics.mean(of), 5), **more,
     )  # fmt: skip
 
 

@@ -54,9 +54,9 @@ def blind(stack: contextlib.ExitStack, model: str) -> None:
     header = router_header(resolve_checkpoint(model)).model_copy(update={"source": "rollout"})
     one = np.arange(header.top_k)[None, None].repeat(header.num_layers, 1)
     trace = RouteTrace.from_packed(header, one, [1], np.zeros(1, np.uint8))
-    recorder = mock.MagicMock(header=header)
+    recorder = mock.MagicMock(header=header, last={})
     longest = torch.zeros(1, 1, header.num_layers, header.top_k, dtype=torch.int64)
-    recorder.take.side_effect = lambda n: longest.expand(n, 512, -1, -1)
+    recorder.take.side_effect = lambda n: longest.expand(n, 1, -1, -1)  # nobody packs it
     scored = HFTrainer.logprobs
 
     def logprobs(self: HFTrainer, batch: Any, *, capture: Any = False, **more: Any) -> Any:

@@ -149,15 +149,14 @@ def planning(rounds: int, tokens: int = 125_000) -> list[Figure]:
 
 
 def hf_recording(rounds: int) -> Figure:
-    """Generation by the hf rollout with recording against without (the recorder is swapped for one that sees nothing)."""
+    """Generation by the hf rollout with recording against without and packing (the recorder is swapped for one that sees nothing)."""
     path = resolve_checkpoint(HF.model.path)
     tokenizer = load_tokenizer(path)
     prompts, uids = answers_of(tokenizer, 512)
     with EngineSession() as session:
         rollout, _ = session.open(HF, path, special_tokens(path, tokenizer))
         blind = mock.MagicMock(last={})
-        blind.take.side_effect = lambda n: torch.zeros(n, 64, 4, 2, dtype=torch.int64)
-        # packing is the same work on both sides, so that the difference is what recording adds to the forwards
+        blind.take.side_effect = lambda n: torch.zeros(n, 1, 4, 2, dtype=torch.int64)
         blind.header = rollout.generate(prompts[:1], HF.rollout.sampling, uids[:1], 0).trace.header
 
         def without() -> None:
@@ -168,8 +167,7 @@ def hf_recording(rounds: int) -> Figure:
                 rollout.generate(prompts, HF.rollout.sampling, uids, 0)
 
         def recorded() -> None:
-            with mock.patch("rar_lib.engines.hf_rollout.pack_rollout"):
-                rollout.generate(prompts, HF.rollout.sampling, uids, 0)
+            rollout.generate(prompts, HF.rollout.sampling, uids, 0)
 
         return compare("rollout that records, hf", "rollout that does not", recorded, without, 3 * rounds)
 

@@ -5,7 +5,8 @@
 Equal work: the checkpoint, the very prompts of the job's first steps in their order, 64 prompts x 8 samples, at most 6 new tokens at
 temperature 1, one old-log-prob pass and 4 optimizer steps a batch, each on 128 sequences in one forward; fp32, AdamW at 1e-4, ratios clipped
 at 0.2, token mean, no KL term, no load-balancing loss, no activation recompute, no evaluation, no checkpoints; the same reward function.
-What differs is TRL's own: `generate`, padding on the left, its logging of every optimizer step.
+What differs is each one's own. TRL: `generate`, padding on the left, the entropy of every token, logits of the answers only. Ours: a prompt is
+read once for its eight samples, routes and log-probs of the sampling engine are kept.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from rar_lib.config import JobConfig
 from rar_lib.prompts import Prompts
 from rar_lib.tasks import Task
 
+VERSIONS = {name: metadata.version(name) for name in ("trl", "accelerate", "transformers", "torch")}
 BATCHES = 400  # of prompts at hand; the other side ends the process before
 
 
@@ -37,7 +40,7 @@ class _Rounds(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if state.global_step % self.updates == 0:
-            self.turn.done(step=state.global_step // self.updates)
+            self.turn.done(step=state.global_step // self.updates, versions=VERSIONS)
             self.turn.wait()
 
 
@@ -55,7 +58,9 @@ def main() -> None:
     data = Dataset.from_list([{"prompt": p.prompt, "index": i} for i, p in enumerate(problems)])
 
     def reward(completion_ids: list[list[int]], index: list[int], **more: Any) -> list[float]:
-        return [task.score(prompts.text(tuple(ids)), problems[i]) for ids, i in zip(completion_ids, index, strict=True)]
+        answers = [tuple(ids) for ids in completion_ids]
+        texts = {ids: prompts.text(ids) for ids in set(answers)}
+        return [task.score(texts[ids], problems[i]) for ids, i in zip(answers, index, strict=True)]
 
     sequences = algorithm.prompts_per_step * algorithm.group_size
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +87,7 @@ def main() -> None:
             bf16=False,
             use_cpu=True,
             save_strategy="no",
-            logging_steps=1,
+            logging_steps=algorithm.updates_per_batch,
             report_to=[],
             disable_tqdm=True,
         )

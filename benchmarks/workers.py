@@ -11,10 +11,13 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from benchmarks.alternate import orders
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,12 +55,13 @@ class Worker:
 
     def __init__(self, module: str, *arguments: str, python: str | Path = sys.executable) -> None:
         ours, theirs = socket.socketpair()
+        self._folder = tempfile.TemporaryDirectory()  # for its own temporary files: it ends without tidying up
         self.name = " ".join((module, *arguments))
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
             [str(python), "-m", module, str(theirs.fileno()), *arguments],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.stderr, cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": self._folder.name},
         )  # fmt: skip
         theirs.close()
         self._end = Connection(ours.detach())
@@ -80,19 +84,19 @@ class Worker:
             self._end.send(False)
         self._process.wait()
         self._end.close()
+        self._folder.cleanup()
 
 
 def answers(workers: dict[str, Worker], rounds: int, warm: int) -> dict[str, list[dict[str, Any]]]:
-    """What each worker answers in each counted round; the order turns by one a round."""
+    """What each worker answers in each counted round."""
     names = list(workers)
     try:
         for _ in range(warm):
             for name in names:
                 workers[name].round()
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        for number in range(rounds):
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
+        for order in orders(names, rounds):
+            for name in order:
                 found[name].append(workers[name].round())
     finally:
         for worker in workers.values():

@@ -11,6 +11,7 @@ that each run measures the pair on its own tokens.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -41,7 +42,7 @@ from rar_lib.engines.base import (
     Trainer,
     UpdateResult,
 )
-from rar_lib.engines.same_weights import require_same_weights
+from rar_lib.engines.same_weights import checkpoint_logprobs, require_same_weights
 from rar_lib.engines.session import EngineSession, require_fit, resolve_engines
 from rar_lib.errors import DivergedError, ReplayError
 from rar_lib.evaluate import evaluate
@@ -176,7 +177,8 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
         clock.tick("paired")
         if step == 0:  # later one answer may carry the mean; that pushes arrive is proved whenever engines are opened
             judged_by = scored.get("none") or trainer.logprobs(batch, temperature=temperature)
-            require_same_weights(mu, judged_by.logprobs, mask)
+            ask = functools.partial(checkpoint_logprobs, path, batch, temperature=temperature)
+            require_same_weights(mu, judged_by.logprobs, mask, ask)
         floor: measure.Row = {}
         if diagnose and _due(config, step, config.diagnostics.noise_floor_every):
             floor = noise_floor_row(config, rollout, trainer, batch, mu, scored["none"])
@@ -255,9 +257,7 @@ def _train(config: JobConfig, path: Path, task: Task, engines: EngineSession, st
     judged = evaluate(config, rollout, prompts, *((trainer, planner) if judge else ()))
     facts |= {f"evaluation_last{'' if k == 'reward' else '_' + k}": v for k, v in judged.items()}
     facts["evaluated_on"] = task.evaluated_on
-    store.write_tables(
-        rows, paired, records
-    )  # a kill between the last checkpoint and its tables leaves them one step behind
+    store.write_tables(rows, paired, records)  # also where the last step was resumed and none followed
     store.finish(summarise(config, store.path.name, pd.DataFrame(rows), facts))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import PARTS, RESULTS, table
-from benchmarks.alternate import Figure, figure, in_turn
+from benchmarks.alternate import Figure, figure, in_turn, totals
 from benchmarks.workers import Worker, answers
 
 
@@ -33,9 +33,19 @@ def test_things_run_in_turn_and_nobody_is_always_first() -> None:
         call()
         return float(len(ran))
 
-    seconds = in_turn({name: lambda name=name: ran.append(name) for name in "abc"}, 4, measure)  # type: ignore[misc]
-    assert "".join(ran) == "abc" + "abc" + "bca" + "cab" + "abc"
-    assert seconds["a"] == [4.0, 9.0, 11.0, 13.0]
+    seconds = in_turn({name: lambda name=name: ran.append(name) for name in "abc"}, 40, measure)  # type: ignore[misc]
+    rounds = ["".join(ran[i : i + 3]) for i in range(3, len(ran), 3)]
+    assert all(sorted(one) == list("abc") for one in rounds)
+    assert {one[0] for one in rounds} == {one[-1] for one in rounds} == set("abc")
+    assert seconds["a"] == [4.0 + 3 * n + one.index("a") for n, one in enumerate(rounds)]
+
+
+def test_sums_count_what_a_median_passes_over() -> None:
+    ours = [1.0] * 9 + [11.0]
+    made = totals("a", "b", [2.0] * 10, ours)
+    assert made.ratio == 1.0
+    assert figure("a", "b", [2.0] * 10, ours).ratio == 2.0
+    assert made.low < 1.0 < made.high <= 2.0
 
 
 def test_workers_take_turns_and_a_dead_one_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,8 +69,8 @@ class TokenBatch:
             shares: see the class.
         """
         rows = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
-        lengths = torch.tensor([len(row) for row in rows])
-        tokens = torch.full((len(rows), int(lengths.max())), pad_id, dtype=torch.int64)
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        tokens = torch.full((len(rows), max(map(len, rows))), pad_id, dtype=torch.int64)
         inside = torch.arange(tokens.shape[1])[None, :] < lengths[:, None]
         tokens[inside] = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         return cls(

@@ -142,7 +142,7 @@ class HFRollout:
             cache, logits = out.past_key_values, out.logits[:, -1]
             if position == 0 and same is not None:
                 took.take(len(step), same)
-                cache.batch_select_indices(same)
+                cache.reorder_cache(same)  # every kind of cache has it, and it may enlarge
                 logits = logits[same]
             logp = torch.log_softmax(logits.float() / sampling.temperature, -1)
             cdf = logp.double().exp().cumsum(-1)

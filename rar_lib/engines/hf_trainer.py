@@ -73,7 +73,7 @@ class HFTrainer:
                 router.requires_grad_(False)
         if config.processes > 1:
             _shard(self.model, config.processes)
-        fused = config.kernels == "fused" and config.processes == 1
+        fused = True if config.kernels == "fused" and config.processes == 1 else None  # None: as PyTorch chooses
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=algorithm.lr, weight_decay=algorithm.weight_decay, fused=fused
         )

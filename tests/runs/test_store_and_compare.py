@@ -77,12 +77,17 @@ def test_tables_take_a_small_part_of_a_run_and_wait_for_its_end(
         store.write_tables(rows, [], [])
         seen.append(len(store.metrics()))
     assert seen[:3] == [1, 1, 1]
-    assert sorted(set(seen)) == [1, 99]  # two tables of a second each, so ninety-eight steps of a second between
+    assert sorted(set(seen)) == [1, 61]  # two tables of a second each would wait for 98; a minute is the longest wait
     with pytest.raises(KeyboardInterrupt), store.held():
         raise KeyboardInterrupt
     assert len(store.metrics()) == 120
     rows.append({"step": 120})
     store.write_tables(rows, [], [])
+    monkeypatch.setattr("rar_lib.runs.store.write_table", lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match="the reason"), store.held():
+        raise RuntimeError("the reason")  # is told, not that the tables could not be written
+    monkeypatch.setattr("rar_lib.runs.store.write_table", write)
+    assert len(store.metrics()) == 120
     with store.new_checkpoint(121):
         assert len(store.metrics()) == 121
 
