@@ -12,6 +12,7 @@ import contextlib
 import json
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,20 @@ class _Rounds:
     def __init__(self, turn: Turn, blindly: contextlib.ExitStack | None, model: str) -> None:
         self.turn, self.blindly, self.model = turn, blindly, model
         self.row: dict[str, Any] = {}
+        self.idle = 0.0  # seconds in which others had their turn
+
+    def monotonic(self) -> float:
+        """The clock of a run that nobody interrupts: by it the job decides when its tables are due."""
+        return time.monotonic() - self.idle
 
     def step(self, done: int, note: str) -> None:
         if done == 1 and self.blindly is not None:
             blind(self.blindly, self.model)
         parts = {str(k).removeprefix("time/"): v for k, v in self.row.items() if str(k).startswith("time/")}
         self.turn.done(parts=parts, step=done, reward=self.row.get("reward/mean"))
+        before = time.monotonic()
         self.turn.wait()
+        self.idle += time.monotonic() - before
 
     def close(self) -> None:
         """The process has ended before."""
@@ -84,6 +92,7 @@ def main() -> None:
             tables(self, metrics, *more)
 
         stack.enter_context(mock.patch.object(RunStore, "write_tables", written))
+        stack.enter_context(mock.patch("rar_lib.runs.store.time", rounds))
         stack.enter_context(mock.patch.object(job, "progress", return_value=rounds))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         turn.wait()

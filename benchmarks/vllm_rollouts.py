@@ -40,7 +40,12 @@ def main() -> None:
     with mock.patch.object(vllm, "LLM", configured):
         rollout = VLLMRollout(path, config, special_tokens(path, tokenizer))
     params = vllm.SamplingParams(
-        temperature=1.0, max_tokens=config.sampling.max_new_tokens, logprobs=0, stop_token_ids=[1], detokenize=False
+        temperature=1.0,
+        max_tokens=config.sampling.max_new_tokens,
+        logprobs=0,
+        stop_token_ids=[1],
+        detokenize=False,
+        skip_clone=True,
     )
     while True:
         seconds = {}

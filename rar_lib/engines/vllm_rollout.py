@@ -148,6 +148,7 @@ class VLLMRollout:
             logprobs=0,
             stop_token_ids=list(self.special.end),
             detokenize=False,
+            skip_clone=True,  # alike for all and changed by none; a deep copy a prompt took a fifth of a rollout's profile
         )
         outputs = []
         for number, wave in enumerate(waves([len(p) for p in prompts])):
@@ -194,7 +195,7 @@ class VLLMRollout:
         from vllm import SamplingParams
 
         require_temperature_one("vLLM", sampling)
-        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, skip_clone=True)
         rows = [batch.tokens[i, : batch.lengths[i]].tolist() for i in range(len(batch))]
         outputs = [out for wave in waves([len(r) for r in rows]) for out in self._run([rows[i] for i in wave], params)]
         scores = torch.zeros(batch.tokens.shape)
