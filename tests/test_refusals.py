@@ -271,7 +271,8 @@ def test_a_vllm_that_cannot_capture_routes(error: Exception, checkpoint: Path, m
     def create(**kwargs: Any) -> None:
         raise error
 
-    import vllm
+    with vllm_rollout.starting_vllm():  # other tests of this process start an engine
+        import vllm
 
     monkeypatch.setattr(vllm, "LLM", create)
     with pytest.raises(
