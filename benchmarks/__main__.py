@@ -139,7 +139,7 @@ def main() -> None:
         path.write_text(json.dumps(found, indent=1) + "\n")
         (options.out / "bench.md").write_text(table(found))
         print(f"{part}: {len(found[part]['figures'])} figures in {found[part]['minutes']} min", flush=True)
-    missed = [f["name"] for one in found.values() for f in one["figures"] if f["met"] is False]
+    missed = [f"{f['name']} against {f['base']}" for one in found.values() for f in one["figures"] if f["met"] is False]
     print(
         f"{path}\n{options.out / 'bench.md'}\n" + (f"goals missed: {'; '.join(missed)}" if missed else "every goal met")
     )
