@@ -43,8 +43,8 @@ from rar_lib.errors import RunError
 from rar_lib.replay.diagnostics import ReplayDiagnostics, from_lines, to_lines
 from rar_lib.runs.files import commit, locked, read_table, write_json, write_table, write_text
 
-# Of all runs, where nothing else is asked for. A package that was installed without its repository has no data beside it.
 logger = logging.getLogger("rar")
+# Of all runs, where nothing else is asked for. A package that was installed without its repository has no data beside it.
 RUNS_DIR = Path(os.environ.get("RAR_RUNS_DIR") or (DATA_DIR if DATA_DIR.is_dir() else Path("data").absolute()) / "runs")
 SCHEMA_VERSION = 1  # of the folder's files; a folder that does not say is of version 1
 KEEP_CHECKPOINTS = 2
